@@ -1,0 +1,16 @@
+"""Data files that other PyPI packages carry, found without running those packages' code."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from stickymoe.errors import DataError
+
+
+def package_folder(module: str, distribution: str) -> Path:
+    """Where an installed package lies on disk."""
+    spec = find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(f"'{distribution}' is not installed, and its data is needed. Run: pip install {distribution}")
+    return Path(spec.submodule_search_locations[0])

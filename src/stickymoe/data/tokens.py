@@ -1,0 +1,169 @@
+"""Corpus to tokens, through the cache.
+
+Each row is tokenised alone and the rows are concatenated without special tokens: with GPT-2's tokenizer that
+is the paper's 242,643 validation tokens. Documents and row starts are kept for whoever needs borders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64, Shaped
+from tokenizers import Tokenizer
+
+from stickymoe.data.cache import Entry, read_entry, write_entry
+from stickymoe.data.corpora import Corpus, Document, load_corpus
+from stickymoe.data.tokenizers import gpt2_tokenizer, token_bytes, train_bpe
+from stickymoe.runs.config import DataConfig
+
+# Part of the cache key: raise it when the same corpus and tokenizer would give other files.
+FORMAT = 1
+SPLITS = ("train", "valid", "test")
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """One stream of n tokens; `doc` indexes `topics`, and `row_start` marks the first token of each row."""
+
+    tokens: Int32[np.ndarray, " n"]
+    doc: Int32[np.ndarray, " n"]
+    topics: tuple[str | None, ...]
+    row_start: Bool[np.ndarray, " n"]
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """`fingerprint` names the tokens, documents and tokenizer, wherever the text came from."""
+
+    train: TokenSplit
+    valid: TokenSplit
+    test: TokenSplit
+    tokenizer: Tokenizer
+    fingerprint: str
+    token_bytes: Int64[np.ndarray, " vocab"]
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.token_bytes)
+
+
+def load_tokens(config: DataConfig) -> TokenData:
+    """The corpus of `config` as tokens; tokenised once and kept in the cache."""
+    corpus = load_corpus(config)
+    folder = _cache_root(config) / _key(corpus, config)
+    entry = read_entry(folder)
+    if entry is None:
+        entry = _tokenise(corpus, config)
+        write_entry(folder, entry)
+    return _token_data(entry)
+
+
+def _cache_root(config: DataConfig) -> Path:
+    if config.cache_dir is not None:
+        return Path(config.cache_dir).expanduser()
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(user_cache).expanduser() / "stickymoe" / "tokens"
+
+
+def _key(corpus: Corpus, config: DataConfig) -> str:
+    identity = {
+        "format": FORMAT,
+        "tokenizer": [config.tokenizer, config.vocab_size if config.tokenizer == "bpe" else None],
+        "splits": [[[d.topic, d.rows] for d in getattr(corpus, split)] for split in SPLITS],
+    }
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+
+def _tokenise(corpus: Corpus, config: DataConfig) -> Entry:
+    tokenizer = _tokenizer(corpus, config)
+    files = {"tokenizer.json": tokenizer.to_str().encode()}
+    splits: dict[str, Any] = {}
+    for name in SPLITS:
+        split = _tokenise_split(getattr(corpus, name), tokenizer)
+        for array in ("tokens", "doc", "row_start"):
+            files[f"{name}.{array}.npy"] = _npy(getattr(split, array))
+        splits[name] = {
+            "topics": split.topics,
+            "tokens": len(split.tokens),
+            "documents": len(split.topics),
+            "rows": int(split.row_start.sum()),
+        }
+    about = {"corpus": corpus.name, "tokenizer": config.tokenizer, "splits": splits}
+    return Entry(about=about, files=files)
+
+
+def _tokenizer(corpus: Corpus, config: DataConfig) -> Tokenizer:
+    if config.tokenizer == "gpt2":
+        return gpt2_tokenizer()
+    return train_bpe((row for document in corpus.train for row in document.rows), config.vocab_size)
+
+
+def _tokenise_split(documents: Sequence[Document], tokenizer: Tokenizer) -> TokenSplit:
+    rows = [row for document in documents for row in document.rows]
+    encoded = _encode(rows, tokenizer)
+    lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
+    doc_of_row = np.repeat(np.arange(len(documents), dtype=np.int32), [len(d.rows) for d in documents])
+    row_start = np.zeros(lengths.sum(), dtype=np.bool_)
+    row_start[np.cumsum(lengths) - lengths] = True
+    return TokenSplit(
+        tokens=np.concatenate([np.zeros(0, dtype=np.int32), *encoded]),
+        doc=np.repeat(doc_of_row, lengths),
+        topics=tuple(document.topic for document in documents),
+        row_start=row_start,
+    )
+
+
+def _encode(rows: list[str], tokenizer: Tokenizer) -> list[Int32[np.ndarray, " _"]]:
+    """A few thousand rows at a time: an `Encoding` is some fifty times larger than its ids."""
+    encoded = []
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        batch = tokenizer.encode_batch_fast(rows[start : start + _ROWS_AT_ONCE], add_special_tokens=False)
+        encoded += [np.array(encoding.ids, dtype=np.int32) for encoding in batch]
+    return encoded
+
+
+def _npy(array: Shaped[np.ndarray, " n"]) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=False)
+    return stream.getvalue()
+
+
+def _token_data(entry: Entry) -> TokenData:
+    train, valid, test = (_token_split(entry, name) for name in SPLITS)
+    definition = entry.files["tokenizer.json"]
+    tokenizer = Tokenizer.from_str(definition.decode())
+    return TokenData(
+        train=train,
+        valid=valid,
+        test=test,
+        tokenizer=tokenizer,
+        fingerprint=_fingerprint((train, valid, test), definition),
+        token_bytes=token_bytes(tokenizer),
+    )
+
+
+def _token_split(entry: Entry, name: str) -> TokenSplit:
+    def array(kind: str) -> Shaped[np.ndarray, " n"]:
+        loaded: Shaped[np.ndarray, " n"] = np.load(io.BytesIO(entry.files[f"{name}.{kind}.npy"]), allow_pickle=False)
+        return loaded
+
+    topics = tuple(entry.about["splits"][name]["topics"])
+    return TokenSplit(tokens=array("tokens"), doc=array("doc"), topics=topics, row_start=array("row_start"))
+
+
+def _fingerprint(splits: Sequence[TokenSplit], tokenizer_json: bytes) -> str:
+    digest = hashlib.sha256(tokenizer_json)
+    for split in splits:
+        digest.update(f"\n{len(split.tokens)}\n".encode())
+        digest.update(split.tokens.astype("<i4").tobytes())
+        digest.update(split.doc.astype("<i4").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,49 @@
+"""What can go wrong for a user, each said in one line.
+
+The command line prints a `StickyError` as one line and exits with code 2; from Python it is an ordinary exception.
+A message says what was given, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class StickyError(Exception):
+    """Base of every error that is the user's to mend."""
+
+
+class ConfigError(StickyError):
+    """A setting that cannot be used."""
+
+
+class DataError(StickyError):
+    """A corpus, tokenizer or token cache that cannot be used."""
+
+
+class RunError(StickyError):
+    """A run folder, record or checkpoint that cannot be used."""
+
+
+class DivergedError(StickyError):
+    """The loss stopped being a number."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """One line for a name that is not there: the near names first, or else all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    if near:
+        return f"Unknown {kind} '{name}'. Did you mean {' or '.join(repr(n) for n in near)}?"
+    return f"Unknown {kind} '{name}'. Known: {', '.join(known)}."
+
+
+def require(ok: bool, key: str, given: object, expected: str) -> None:
+    """Refuse a setting: name its key, what was given and what was expected."""
+    if not ok:
+        raise ConfigError(f"{key}: got {given!r}, expected {expected}.")
+
+
+class InterruptedRunError(StickyError):
+    """A run was asked to stop, saved itself and can be resumed."""

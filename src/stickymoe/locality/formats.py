@@ -1,0 +1,65 @@
+"""Route tables on disk: a folder of `.npy` arrays and a JSON header, so that a table larger than memory maps.
+
+    header.json   {"format": "stickymoe-routes", "version": 1, "n_experts": 4, "arrays": {"S": [4, 945, 256, 2], …}}
+    S.npy         uint8 or uint16 [L, B, T, k], heaviest expert first
+    mask.npy      bool [B, T]
+    doc.npy, weights.npy, phase.npy, tokens.npy   where known
+
+The header is written last: a folder without one is incomplete.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stickymoe.errors import DataError
+from stickymoe.locality.table import RouteTable
+
+FORMAT = "stickymoe-routes"
+VERSION = 1
+_ARRAYS = ("S", "mask", "doc", "weights", "phase", "tokens")
+
+
+def save_table(table: RouteTable, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    header = folder / "header.json"
+    header.unlink(missing_ok=True)
+    arrays = {name: getattr(table, name) for name in _ARRAYS if getattr(table, name) is not None}
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    shapes = {name: list(array.shape) for name, array in arrays.items()}
+    fields = {"format": FORMAT, "version": VERSION, "n_experts": table.n_experts, "arrays": shapes}
+    header.write_text(json.dumps(fields, indent=1) + "\n")
+
+
+def load_table(folder: Path) -> RouteTable:
+    """Map a saved table; its arrays are read as they are used."""
+    header = _read_header(folder)
+    arrays = {name: _map(folder / f"{name}.npy", shape) for name, shape in header["arrays"].items()}
+    return RouteTable(n_experts=header["n_experts"], **arrays)
+
+
+def _read_header(folder: Path) -> dict[str, Any]:
+    try:
+        header = json.loads((folder / "header.json").read_text())
+    except OSError as e:
+        raise DataError(f"{folder} holds no route table: header.json cannot be read ({e.strerror}).") from e
+    except ValueError as e:
+        raise DataError(f"{folder / 'header.json'} is damaged: {e}.") from e
+    if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != VERSION:
+        raise DataError(f"{folder / 'header.json'}: expected format '{FORMAT}' version {VERSION}.")
+    return header
+
+
+def _map(path: Path, shape: list[int]) -> np.ndarray[Any, Any]:
+    try:
+        array: np.ndarray[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as e:
+        raise DataError(f"{path} is missing or damaged: {e}.") from e
+    if list(array.shape) != shape:
+        raise DataError(f"{path}: got shape {list(array.shape)}, but the header says {shape}.")
+    return array

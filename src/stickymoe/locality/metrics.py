@@ -1,0 +1,104 @@
+"""What a route table says about locality and balance: the paper's four metrics, and what they hide.
+
+Every metric is computed per layer and averaged; `*_by_layer` gives the layers. A rate over nothing is NaN.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Bool, Float, Integer
+
+from stickymoe.locality.replay import replay
+from stickymoe.locality.table import RouteTable
+
+NEGLECTED_BELOW = 0.1  # of the uniform share
+
+
+def _rate(events: Bool[np.ndarray, "L B T-1"], pairs: Bool[np.ndarray, "B T-1"]) -> Float[np.ndarray, " L"]:
+    n = int(pairs.sum())
+    if n == 0:
+        return np.full(events.shape[0], np.nan)
+    return np.asarray((events & pairs).sum((1, 2)) / n)
+
+
+def switch_rate_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
+    """eq:sr_metric. How often the heaviest expert changes between adjacent tokens, pooled over pairs."""
+    top1 = table.S[..., 0]
+    return _rate(top1[:, :, 1:] != top1[:, :, :-1], table.pairs)
+
+
+def set_switch_rate_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
+    """eq:switch_rate. How often the selected set changes, whatever its order."""
+    chosen = np.sort(table.S, axis=-1)
+    return _rate((chosen[:, :, 1:] != chosen[:, :, :-1]).any(-1), table.pairs)
+
+
+def _hit_rate_by_layer(table: RouteTable, capacity: int, slots: int) -> Float[np.ndarray, " L"]:
+    return np.array(
+        [
+            replay(
+                S[..., :slots], capacity=capacity, n_experts=table.n_experts, mask=table.mask, doc=table.doc
+            ).hit_rate
+            for S in table.S
+        ]
+    )
+
+
+def cache_hit_rate_by_layer(table: RouteTable, capacity: int = 2) -> Float[np.ndarray, " L"]:
+    """The paper's CHR: an LRU cache per layer and sequence, cold at its start, asked for the heaviest expert only."""
+    return _hit_rate_by_layer(table, capacity, slots=1)
+
+
+def cache_hit_rate_all_by_layer(table: RouteTable, capacity: int) -> Float[np.ndarray, " L"]:
+    """The same cache asked for all k experts of a token at once, which is what a device pays."""
+    return _hit_rate_by_layer(table, capacity, slots=table.top_k)
+
+
+def utilisation_by_layer(table: RouteTable) -> Float[np.ndarray, "L N"]:
+    """Each expert's share of all k slots of the real tokens."""
+    chosen: Integer[np.ndarray, "L real k"] = table.S[:, table.mask]
+    counts = np.stack([np.bincount(layer.ravel(), minlength=table.n_experts) for layer in chosen])
+    with np.errstate(invalid="ignore"):
+        return np.asarray(counts / counts.sum(-1, keepdims=True))
+
+
+def utilisation_entropy_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
+    """Entropy of the expert shares in bits: log₂ N when all are used alike, 0 when one is used alone."""
+    p = utilisation_by_layer(table)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(-np.where(p == 0, 0.0, p * np.log2(p)).sum(-1) + 0.0)  # no −0
+
+
+def switch_rate(table: RouteTable) -> float:
+    """eq:sr_metric, mean over layers."""
+    return float(switch_rate_by_layer(table).mean())
+
+
+def set_switch_rate(table: RouteTable) -> float:
+    """eq:switch_rate, mean over layers."""
+    return float(set_switch_rate_by_layer(table).mean())
+
+
+def cache_hit_rate(table: RouteTable, capacity: int = 2) -> float:
+    """The paper's CHR (top-1 accesses), mean over layers."""
+    return float(cache_hit_rate_by_layer(table, capacity).mean())
+
+
+def cache_hit_rate_all(table: RouteTable, capacity: int) -> float:
+    """Hit rate over all k accesses, mean over layers."""
+    return float(cache_hit_rate_all_by_layer(table, capacity).mean())
+
+
+def utilisation_entropy(table: RouteTable) -> float:
+    """The paper's UE in bits, mean over layers."""
+    return float(utilisation_entropy_by_layer(table).mean())
+
+
+def effective_experts(table: RouteTable) -> float:
+    """2^UE of each layer, mean over layers: how many equally used experts would have this entropy."""
+    return float(np.exp2(utilisation_entropy_by_layer(table)).mean())
+
+
+def neglected_experts(table: RouteTable) -> int:
+    """How many experts, over all layers, get less than a tenth of the uniform share."""
+    return int((utilisation_by_layer(table) < NEGLECTED_BELOW / table.n_experts).sum())

@@ -1,0 +1,67 @@
+"""Requests replayed against a cache: how many of them were there already?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Integer
+
+from stickymoe.errors import DataError, require
+from stickymoe.locality.cache import require_policy
+from stickymoe.locality.kernels import lru_hits
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a cache of `capacity` slots made of a trace."""
+
+    policy: str
+    capacity: int
+    hits: int
+    misses: int
+
+    @property
+    def accesses(self) -> int:
+        return self.hits + self.misses
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.accesses if self.accesses else float("nan")
+
+
+def replay(
+    requests: Integer[np.ndarray, "sequences steps"] | Integer[np.ndarray, "sequences steps k"],
+    *,
+    capacity: int,
+    n_experts: int,
+    policy: str = "lru",
+    mask: Bool[np.ndarray, "sequences steps"] | None = None,
+    doc: Integer[np.ndarray, "sequences steps"] | None = None,
+) -> CacheStats:
+    """Hits and misses of one cache, summed over sequences that each start cold.
+
+    A step's k experts, heaviest first, are one request (see `Cache`). Steps outside `mask` ask for nothing; where
+    `doc` changes the cache starts cold again.
+    """
+    require_policy(policy)
+    require(capacity >= 1, "capacity", capacity, "at least one slot")
+    if requests.ndim not in (2, 3):
+        raise DataError(
+            f"requests: got {requests.ndim} dimensions, expected [sequences, steps] or [sequences, steps, k]."
+        )
+    if requests.size and not 0 <= int(requests.min()) <= int(requests.max()) < n_experts:
+        raise DataError(
+            f"requests: got experts {int(requests.min())} … {int(requests.max())}, "
+            f"expected 0 … {n_experts - 1} (n_experts={n_experts})."
+        )
+    if requests.ndim == 2:
+        requests = requests[:, :, None]
+    sequences, steps, k = requests.shape
+    valid = np.ones((sequences, steps), np.bool_) if mask is None else mask
+    cold = np.zeros((sequences, steps), np.bool_)
+    cold[:, :1] = True
+    if doc is not None:
+        cold[:, 1:] = doc[:, 1:] != doc[:, :-1]
+    hits = int(lru_hits(requests, valid, cold, min(capacity, n_experts), n_experts))
+    return CacheStats(policy=policy, capacity=capacity, hits=hits, misses=int(valid.sum()) * k - hits)

@@ -1,0 +1,60 @@
+"""`RouteTable`: which experts every token chose, without gradient; what metrics, replay and files speak.
+
+L layers, B sequences, T steps, N experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Integer
+
+from stickymoe.errors import DataError
+
+
+def index_dtype(n_experts: int) -> type[np.unsignedinteger[Any]]:
+    """The smallest unsigned type that holds every expert index."""
+    return np.uint8 if n_experts <= 256 else np.uint16
+
+
+@dataclass(frozen=True)
+class RouteTable:
+    """`S` holds the chosen experts, heaviest first; arrays may be memory-mapped.
+
+    `mask` marks real tokens and `doc` numbers documents; `weights` are the combine weights of `S`; `phase` tells
+    prefill (0) from decode (1) in the trace of a generation; `tokens` are the token ids. What is unknown is None.
+    """
+
+    S: Integer[np.ndarray, "L B T k"]
+    n_experts: int
+    mask: Bool[np.ndarray, "B T"]
+    doc: Integer[np.ndarray, "B T"] | None = None
+    weights: Float[np.ndarray, "L B T k"] | None = None
+    phase: Integer[np.ndarray, "B T"] | None = None
+    tokens: Integer[np.ndarray, "B T"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.S.size and (int(self.S.max()) >= self.n_experts or int(self.S.min()) < 0):
+            raise DataError(
+                f"The route table names expert {int(self.S.max())}, but there are {self.n_experts} experts "
+                f"(0 … {self.n_experts - 1})."
+            )
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.S.shape[0])
+
+    @property
+    def top_k(self) -> int:
+        return int(self.S.shape[3])
+
+    @cached_property
+    def pairs(self) -> Bool[np.ndarray, "B T-1"]:
+        """Adjacent tokens that count: both real and in the same document."""
+        both: Bool[np.ndarray, "B T-1"] = self.mask[:, 1:] & self.mask[:, :-1]
+        if self.doc is not None:
+            both &= self.doc[:, 1:] == self.doc[:, :-1]
+        return both

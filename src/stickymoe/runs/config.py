@@ -1,0 +1,190 @@
+"""`RunConfig`: everything that decides a run, the same object from Python, YAML and flags."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from stickymoe.errors import require
+from stickymoe.variants import Variant, variant_class
+from stickymoe.variants.vanilla import Vanilla
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text and how it becomes tokens.
+
+    Args:
+        corpus: a named corpus: factbook (embedded) or wikitext-2 (from the hub)
+        path: a folder of text to read instead of a named corpus
+        tokenizer: gpt2, or bpe to train one on the corpus
+        vocab_size: size of the trained vocabulary (bpe only)
+        documents: keep losses, router state and attention inside documents
+        cache_dir: where token files are kept; by default the user's cache folder
+    """
+
+    corpus: str = "factbook"
+    path: str | None = None
+    tokenizer: Literal["gpt2", "bpe"] = "bpe"
+    vocab_size: int = 4096
+    documents: bool = False
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.vocab_size >= 257, "data.vocab_size", self.vocab_size, "at least 257 (256 bytes and a merge)")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model.
+
+    Args:
+        d_model: width of the residual stream
+        n_layers: number of layers L
+        n_heads: attention heads
+        n_experts: experts per layer N
+        top_k: experts per token k
+        d_ff: width of one expert
+        seq_len: tokens per sequence T
+    """
+
+    d_model: int = 128
+    n_layers: int = 4
+    n_heads: int = 4
+    n_experts: int = 4
+    top_k: int = 2
+    d_ff: int = 512
+    seq_len: int = 256
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            require(value >= 1, f"model.{f.name}", value, "a whole number ≥ 1")
+        require(self.top_k <= self.n_experts, "model.top_k", self.top_k, f"at most n_experts={self.n_experts}")
+        require(
+            self.d_model % self.n_heads == 0,
+            "model.n_heads",
+            self.n_heads,
+            f"a divisor of d_model={self.d_model}",
+        )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training protocol.
+
+    Args:
+        steps: optimiser steps
+        batch_size: sequences per step, over all processes and micro-batches
+        accumulate: micro-batches per step
+        lr: peak learning rate
+        final_lr: learning rate at the end, as a fraction of the peak
+        warmup: steps of linear warm-up
+        beta1: AdamW β₁
+        beta2: AdamW β₂
+        weight_decay: on matrices and embeddings
+        clip: largest global gradient norm
+        precision: fp32 or bf16
+        log_every: steps between lines of metrics.jsonl
+        eval_every: steps between evaluations
+        checkpoint_every: steps between checkpoints
+    """
+
+    steps: int = 10_000
+    batch_size: int = 16
+    accumulate: int = 1
+    lr: float = 3e-4
+    final_lr: float = 0.1
+    warmup: int = 500
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    log_every: int = 10
+    eval_every: int = 1000
+    checkpoint_every: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulate", "log_every", "eval_every", "checkpoint_every"):
+            value = getattr(self, name)
+            require(value >= 1, f"train.{name}", value, "a whole number ≥ 1")
+        require(self.warmup >= 0, "train.warmup", self.warmup, "a whole number ≥ 0")
+        for name in ("lr", "clip"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0, f"train.{name}", value, "a finite number > 0")
+        require(
+            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
+            "train.weight_decay",
+            self.weight_decay,
+            "a finite number ≥ 0",
+        )
+        require(0 <= self.final_lr <= 1, "train.final_lr", self.final_lr, "a fraction in [0, 1]")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"train.{name}", value, "a number in [0, 1)")
+        require(
+            self.batch_size % self.accumulate == 0,
+            "train.accumulate",
+            self.accumulate,
+            f"a divisor of batch_size={self.batch_size}",
+        )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """How a model is measured.
+
+    Args:
+        batch_size: sequences per forward pass
+        capacities: cache slots per layer for the all-slots hit rates
+    """
+
+    batch_size: int = 16
+    capacities: tuple[int, ...] = (2, 3)
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, "eval.batch_size", self.batch_size, "a whole number ≥ 1")
+        ok = len(self.capacities) > 0 and all(c >= 1 for c in self.capacities)
+        require(ok, "eval.capacities", self.capacities, "one or more whole numbers ≥ 1")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run. `data`, `model`, `train` and `eval` are plain settings; `variant` says what is trained."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    variant: Variant = field(default_factory=Vanilla)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number in [0, 2³²)")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain nested settings; `from_dict` is the inverse."""
+        return {
+            "data": dataclasses.asdict(self.data),
+            "model": dataclasses.asdict(self.model),
+            "variant": {"name": self.variant.name, **dataclasses.asdict(self.variant)},
+            "train": dataclasses.asdict(self.train),
+            "eval": {**dataclasses.asdict(self.eval), "capacities": list(self.eval.capacities)},
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
+        """From complete, well-typed settings: a parsed command line or `as_dict`."""
+        variant = dict(values["variant"])
+        return cls(
+            data=DataConfig(**values["data"]),
+            model=ModelConfig(**values["model"]),
+            variant=variant_class(variant.pop("name"))(**variant),
+            train=TrainConfig(**values["train"]),
+            eval=EvalConfig(
+                **{**values["eval"], "capacities": tuple(values["eval"]["capacities"])},
+            ),
+            seed=values["seed"],
+        )

@@ -1,0 +1,48 @@
+"""Versions and machine behind a run, for its record. Nothing here loads torch."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("stickymoe", "torch", "numpy", "numba", "accelerate", "tokenizers", "safetensors")
+
+
+def describe_environment() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "commit": _commit(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the source tree this package runs from; None where the package is merely installed."""
+    source = Path(__file__)
+    try:
+        for ask in (["ls-files", "--error-unmatch", source.name], ["rev-parse", "HEAD"]):
+            done = subprocess.run(["git", "-C", str(source.parent), *ask], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

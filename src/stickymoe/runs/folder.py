@@ -1,0 +1,112 @@
+"""A run on disk: its id, its files, and who may write them.
+
+    config.yaml      what was asked for
+    metrics.jsonl    one line per logged step or evaluation; a function of the config and the data alone
+    timings.jsonl    speed and wall-clock, which are not
+    record.json      status and results
+    routes/          the route table of the validation split
+    tokenizer.json   the tokenizer the tokens came from
+    checkpoints/     step-000100/, …
+
+Sweeps and reports talk only through these files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from stickymoe.errors import RunError
+from stickymoe.runs.config import RunConfig
+
+NUMERICS_VERSION = 1  # raised when the same config and data come to give other numbers
+
+# Settings that move or time a run without touching its numbers.
+_NOT_IN_ID = {("data", "path"), ("data", "cache_dir"), ("data", "corpus"), ("train", "checkpoint_every")}
+
+
+def run_id(config: RunConfig, data_fingerprint: str) -> str:
+    """Names a run by what decides its numbers: settings without paths, data, numerics version."""
+    settings = {
+        section: {k: v for k, v in values.items() if (section, k) not in _NOT_IN_ID}
+        if isinstance(values, dict)
+        else values
+        for section, values in config.as_dict().items()
+    }
+    decides = {"config": settings, "data": data_fingerprint, "numerics": NUMERICS_VERSION}
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class RunFolder:
+    """The files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.timings = path / "timings.jsonl"
+        self.record = path / "record.json"
+        self.routes = path / "routes"
+        self.tokenizer = path / "tokenizer.json"
+        self.checkpoints = path / "checkpoints"
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder against other writers; released by the system when the process dies."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path / ".lock", timeout=0)
+            lock.acquire()
+        except Timeout as e:
+            raise RunError(f"{self.path} is being written by another process.") from e
+        except OSError as e:
+            raise RunError(f"{self.path} cannot be written ({e.strerror}). Choose another folder with --out.") from e
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def write_config(self, config: RunConfig) -> None:
+        write_atomic(self.config, yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True))
+
+    def append(self, path: Path, line: dict[str, Any]) -> None:
+        with path.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Forget metrics after `step`, and a line that was cut off in mid-write."""
+        if self.metrics.exists():
+            write_atomic(self.metrics, "".join(_lines_until(self.metrics, step)))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+
+
+def _lines_until(path: Path, step: int) -> Iterator[str]:
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                yield line
+        except (ValueError, KeyError):
+            continue

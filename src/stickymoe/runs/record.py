@@ -1,0 +1,51 @@
+"""`RunRecord`: what a run was and what came out of it, as JSON that every table leads back to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from stickymoe.errors import RunError
+from stickymoe.runs.folder import write_atomic
+
+SCHEMA = 1
+
+Status = Literal["running", "interrupted", "failed", "complete"]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """`metrics` are of the final model on the whole validation split; `per_layer` holds their layers."""
+
+    run_id: str
+    status: Status
+    config: dict[str, Any]
+    data: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: dict[str, Any] = field(default_factory=dict)
+    per_layer: dict[str, list[float | None]] = field(default_factory=dict)
+    failure: str | None = None
+    schema: int = SCHEMA
+
+    def write(self, path: Path) -> None:
+        text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False, ensure_ascii=False)
+        write_atomic(path, text + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> RunRecord:
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as e:
+            raise RunError(f"{path.parent} is no run folder: {path.name} cannot be read ({e.strerror}).") from e
+        except ValueError as e:
+            raise RunError(f"{path} is damaged: {e}.") from e
+        known = {f.name for f in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or values.get("schema") != SCHEMA or not set(values) <= known:
+            raise RunError(f"{path} is damaged or of another version: expected a run record with schema {SCHEMA}.")
+        try:
+            return cls(**values)
+        except TypeError as e:
+            raise RunError(f"{path} is damaged: {e}.") from e

@@ -1,0 +1,93 @@
+"""From flags and YAML to a `RunConfig`: preset, then file, then flags, each over the one before."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentError
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from stickymoe.errors import ConfigError, unknown
+from stickymoe.runs.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from stickymoe.runs.presets import preset as preset_settings
+from stickymoe.variants import variant_class
+
+_SECTIONS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
+
+
+def read_config(
+    flags: list[str] | None = None,
+    *,
+    preset: str | None = None,
+    variant: str | None = None,
+    file: Path | None = None,
+) -> RunConfig:
+    """The config that `flags`, the YAML `file`, and the named `preset` and `variant` make together."""
+    settings = _read_yaml(file) if file is not None else {}
+    in_file = settings.get("variant")
+    named = in_file.get("name", "vanilla") if isinstance(in_file, dict) else "vanilla"
+    if variant is not None and variant != named:
+        settings.pop("variant", None)  # the file's hyper-parameters are another variant's
+    parser = config_parser(variant or str(named), preset or settings.pop("preset", None))
+    try:
+        if settings:
+            parser.set_defaults(_flat(parser.parse_object(settings, defaults=False).as_dict()))
+        parsed = parser.parse_args(flags or [])
+    except ArgumentError as e:
+        raise ConfigError(_one_line(str(e), parser, file)) from None
+    values: dict[str, Any] = parsed.as_dict()
+    return RunConfig.from_dict(values)
+
+
+def config_parser(variant: str, preset: str | None = None) -> ArgumentParser:
+    """Typed flags for every setting of a run of `variant`, with the preset's values as defaults."""
+    parser = ArgumentParser(exit_on_error=False, add_help=False, usage="")
+    for name, section in _SECTIONS.items():
+        parser.add_class_arguments(section, name)
+    parser.add_argument("--variant.name", type=str, default=variant, help="set by --variant")
+    parser.add_class_arguments(variant_class(variant), "variant")
+    parser.add_argument("--seed", type=int, default=RunConfig().seed, help="of initial weights and batch order")
+    if preset is not None:
+        parser.set_defaults(_flat(preset_settings(preset)))
+    return parser
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"Config file {file} cannot be read ({e.strerror}).") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"Config file {file} is not YAML: {' '.join(str(e).split())}.") from e
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"Config file {file}: got {settings!r}, expected sections such as 'train:'.")
+    if isinstance(settings.get("variant"), str):
+        settings["variant"] = {"name": settings["variant"]}
+    return settings
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
+
+
+def _one_line(message: str, parser: ArgumentParser, file: Path | None) -> str:
+    """Say in our own words what the parser objected to."""
+    text = " ".join(message.split())
+    known = [a.option_strings[-1] for a in parser._actions if a.option_strings]
+    where = f" (in {file})" if file is not None else ""
+    if m := re.search(r"unrecognized arguments: (\S+)", text):
+        return unknown("setting", m[1].partition("=")[0], known)
+    if m := re.search(r"""(?:Key|key|option|Option) ["'](\S+?)["'] is not (?:expected|accepted)""", text):
+        return unknown("setting", m[1], [k.removeprefix("--") for k in known]) + where
+    if m := re.search(r'Parser key "([^"]+)": (?:.*?)Expected an? (.+?)\. Got value: (.+)', text):
+        expected = re.sub(r"<class '(\w+)'>", r"\1", m[2])
+        return f"{m[1]}: got {m[3]!r}, expected {expected}."
+    return text

@@ -1,0 +1,113 @@
+"""One pass over a split: every target predicted once, and the routing of every token measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stickymoe.data.batches import eval_batches
+from stickymoe.data.tokens import TokenSplit
+from stickymoe.locality import metrics as m
+from stickymoe.locality.table import RouteTable, index_dtype
+from stickymoe.models.gpt import GPT
+from stickymoe.runs.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`metrics` and `per_layer` are JSON-ready: what is not a number is None. No table for the dense control."""
+
+    metrics: dict[str, Any]
+    per_layer: dict[str, list[float | None]]
+    table: RouteTable | None
+
+
+@torch.no_grad()
+def evaluate(model: GPT, split: TokenSplit, config: RunConfig, token_bytes: np.ndarray[Any, Any]) -> Evaluation:
+    """Perplexity, bits per byte and every locality metric of `model` on `split`."""
+    T, k = config.model.seq_len, config.model.top_k
+    device = model.token_embedding.weight.device
+    n_chunks = max(math.ceil((len(split.tokens) - 1) / T), 0)
+    nats, n_targets, n_bytes = 0.0, 0, 0
+    recorder: _Recorder | None = None
+    row = 0
+    for batch in eval_batches(split, seq_len=T, batch_size=config.eval.batch_size, documents=config.data.documents):
+        counted = batch.targets != -100
+        doc = None if batch.doc is None else batch.doc.to(device)
+        out = model(batch.tokens.to(device), batch.targets.to(device), mask=batch.mask.to(device), doc=doc)
+        n = int(counted.sum())
+        nats += float(out.loss) * n if n else 0.0
+        n_targets += n
+        n_bytes += int(token_bytes[batch.targets[counted].numpy()].sum())
+        if out.trace is not None:
+            if recorder is None:
+                N = config.model.n_experts
+                recorder = _Recorder((out.trace.g.shape[0], n_chunks, T, k), N, doc is not None)
+            recorder.add(row, batch.tokens, out.trace)
+        row += len(batch.tokens)
+
+    values: dict[str, Any] = {
+        "ppl": math.exp(nats / n_targets) if nats / n_targets < 700 else None,
+        "bits_per_byte": nats / math.log(2) / n_bytes,
+        "targets": n_targets,
+    }
+    if recorder is None:
+        return Evaluation(values, {}, None)
+    table = recorder.table()
+    gate_entropy = recorder.gate_entropy()
+    per_layer = {
+        "switch_rate": m.switch_rate_by_layer(table),
+        "set_switch_rate": m.set_switch_rate_by_layer(table),
+        "cache_hit_rate": m.cache_hit_rate_by_layer(table),
+        **{f"cache_hit_rate_all_c{C}": m.cache_hit_rate_all_by_layer(table, C) for C in config.eval.capacities},
+        "utilisation_entropy": m.utilisation_entropy_by_layer(table),
+        "gate_entropy": gate_entropy,
+    }
+    values |= {name: _number(layers.mean()) for name, layers in per_layer.items()}
+    values |= {
+        "effective_experts": _number(m.effective_experts(table)),
+        "neglected_experts": m.neglected_experts(table),
+    }
+    utilisation = m.utilisation_by_layer(table)
+    shares = {f"utilisation_{i}": utilisation[:, i] for i in range(utilisation.shape[1])}
+    return Evaluation(
+        metrics=values,
+        per_layer={name: [_number(x) for x in layers] for name, layers in (per_layer | shares).items()},
+        table=table,
+    )
+
+
+class _Recorder:
+    """Collects what the metrics need from each batch's trace, which is then dropped."""
+
+    def __init__(self, shape: tuple[int, int, int, int], n_experts: int, documents: bool) -> None:
+        L, B, T, _ = shape
+        self.n_experts = n_experts
+        self.S = np.zeros(shape, index_dtype(n_experts))
+        self.mask = np.zeros((B, T), np.bool_)
+        self.tokens = np.zeros((B, T), np.int32)
+        self.doc = np.full((B, T), -1, np.int32) if documents else None
+        self.entropy = np.zeros(L)
+
+    def add(self, row: int, tokens: torch.Tensor, trace: Any) -> None:
+        rows = slice(row, row + len(tokens))
+        self.S[:, rows] = trace.S.cpu().numpy()
+        self.mask[rows] = trace.mask.cpu().numpy()
+        self.tokens[rows] = tokens.numpy()
+        if self.doc is not None:
+            self.doc[rows] = trace.doc.cpu().numpy()
+        self.entropy += (trace.gate_entropy_by_layer().double() * trace.mask.sum()).cpu().numpy()
+
+    def gate_entropy(self) -> np.ndarray[Any, Any]:
+        return np.asarray(self.entropy / self.mask.sum())
+
+    def table(self) -> RouteTable:
+        return RouteTable(S=self.S, n_experts=self.n_experts, mask=self.mask, doc=self.doc, tokens=self.tokens)
+
+
+def _number(x: float) -> float | None:
+    return float(x) if math.isfinite(x) else None

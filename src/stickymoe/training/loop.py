@@ -1,0 +1,382 @@
+"""Training: the paper's protocol, phase by phase, with exact resume.
+
+The numbers of a run are a function of its config, its data and the thread count. Batches depend on the step alone,
+so going on from a checkpoint gives the same metrics as never having stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from stickymoe.data.batches import TrainBatches
+from stickymoe.data.tokens import TokenData, load_tokens
+from stickymoe.errors import ConfigError, DivergedError, InterruptedRunError, RunError
+from stickymoe.locality.formats import save_table
+from stickymoe.routing.losses import LossContext, expert_load
+from stickymoe.routing.trace import RoutingTrace
+from stickymoe.runs.config import RunConfig
+from stickymoe.runs.environment import describe_environment
+from stickymoe.runs.folder import RunFolder, run_id
+from stickymoe.runs.record import RunRecord
+from stickymoe.training.build import build_model
+from stickymoe.training.checkpoint import (
+    Progress,
+    find_checkpoint,
+    load_model,
+    load_optimiser,
+    read_progress,
+    save_checkpoint,
+)
+from stickymoe.training.evaluate import Evaluation, evaluate
+from stickymoe.training.optimiser import adamw, learning_rate
+from stickymoe.training.progress import Display
+from stickymoe.variants import Phase
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phase and the steps it covers: first ≤ step < last, counted over all phases."""
+
+    phase: Phase
+    first: int
+    last: int
+
+
+def spans(config: RunConfig) -> list[Span]:
+    first, out = 0, []
+    for phase in config.variant.phases():
+        last = first + max(round(phase.share * config.train.steps), 1)
+        out.append(Span(phase, first, last))
+        first = last
+    return out
+
+
+def train(
+    config: RunConfig, out: Path, *, resume: bool = False, checkpoint: str | None = None, quiet: bool = False
+) -> RunRecord:
+    """Train `config` into the folder `out` and return its record.
+
+    A finished run is returned as it is. An unfinished one goes on from its newest checkpoint, or the one named, if
+    `resume` is given.
+    """
+    accelerator = Accelerator(mixed_precision="bf16" if config.train.precision == "bf16" else "no")
+    with accelerator.main_process_first():
+        data = load_tokens(config.data)
+    folder = RunFolder(out)
+    record = RunRecord(
+        run_id=run_id(config, data.fingerprint),
+        status="running",
+        config=config.as_dict(),
+        data={
+            "fingerprint": data.fingerprint,
+            "vocab_size": data.vocab_size,
+            "tokens": {name: len(getattr(data, name).tokens) for name in ("train", "valid", "test")},
+        },
+        environment=describe_environment()
+        | {
+            "device": accelerator.device.type,
+            "threads": torch.get_num_threads(),
+            "processes": accelerator.num_processes,
+        },
+    )
+    with folder.lock() if accelerator.is_main_process else contextlib.nullcontext():
+        earlier = _earlier_run(folder, record, resume)
+        if earlier is not None and earlier.status == "complete":
+            return earlier
+        run = _Run(config, data, folder, record, accelerator, quiet)
+        return run.carry_out(checkpoint)
+
+
+def _earlier_run(folder: RunFolder, record: RunRecord, resume: bool) -> RunRecord | None:
+    """What the folder holds already; refused if it is not this run or needs `resume`."""
+    if not folder.record.exists():
+        foreign = [p.name for p in folder.path.iterdir() if not p.name.startswith(".")]
+        if foreign:
+            raise RunError(
+                f"{folder.path} is not empty and holds no run (found {foreign[0]}). Choose another folder with --out."
+            )
+        return None
+    earlier = RunRecord.read(folder.record)
+    if earlier.run_id != record.run_id:
+        raise RunError(
+            f"{folder.path} holds a different run ({_difference(earlier, record)}). Choose another folder with --out."
+        )
+    if earlier.status != "complete" and not resume:
+        raise RunError(f"{folder.path} holds this run unfinished ({earlier.status}). Add --resume to go on with it.")
+    return earlier
+
+
+def _difference(earlier: RunRecord, record: RunRecord) -> str:
+    for section, values in record.config.items():
+        old = earlier.config.get(section)
+        if not isinstance(values, dict) or not isinstance(old, dict):
+            if old != values:
+                return f"{section}: {old} there, {values} here"
+            continue
+        for key in {**old, **values}:
+            if old.get(key) != values.get(key) and (section, key) != ("data", "path"):
+                return f"{section}.{key}: {old.get(key)} there, {values.get(key)} here"
+    return "its data or numerics version differ"
+
+
+class _Run:
+    """One run being carried out."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: TokenData,
+        folder: RunFolder,
+        record: RunRecord,
+        accelerator: Accelerator,
+        quiet: bool,
+    ) -> None:
+        self.config, self.data, self.folder, self.record = config, data, folder, record
+        self.accelerator, self.quiet = accelerator, quiet
+        parts = config.train.accumulate * accelerator.num_processes
+        if config.train.batch_size % parts:
+            raise ConfigError(
+                f"train.batch_size: got {config.train.batch_size}, expected a multiple of "
+                f"{parts} (micro-batches × processes)."
+            )
+        self.batches = TrainBatches(
+            data.train,
+            seq_len=config.model.seq_len,
+            batch_size=config.train.batch_size,
+            seed=config.seed,
+            documents=config.data.documents,
+        )
+        self.model = build_model(config, data.vocab_size).to(accelerator.device)
+        self.progress = Progress(step=0)
+
+    def carry_out(self, checkpoint: str | None) -> RunRecord:
+        start = find_checkpoint(self.folder.checkpoints, checkpoint)
+        if start is not None:
+            load_model(start, self.model)
+            self.progress = read_progress(start)
+        if self.accelerator.is_main_process:
+            self.record.write(self.folder.record)
+            self.folder.write_config(self.config)
+            self.data.tokenizer.save(str(self.folder.tokenizer))
+            self.folder.rewind(self.progress.step)
+        try:
+            with _stop_request() as stop:
+                last = None
+                for span in spans(self.config):
+                    if self.progress.step < span.last:
+                        last = self._run_phase(span, start, stop)
+            return self._finish(last or self._evaluate(log=False))  # killed after the last checkpoint
+        except InterruptedRunError:
+            self._write(replace(self.record, status="interrupted"))
+            raise
+        except Exception as e:
+            self._write(replace(self.record, status="failed", failure=str(e) or type(e).__name__))
+            raise
+
+    def _run_phase(self, span: Span, start: Path | None, stop: threading.Event) -> Evaluation | None:
+        """Train until the phase ends; the evaluation of its last step, if that is the last of the run."""
+        config, accelerator = self.config.train, self.accelerator
+        for name, p in self.model.named_parameters():
+            p.requires_grad_(span.phase.trains == "all" or ".gate." in name)
+        trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        optimiser = adamw(trained, config)
+        if start is not None and self.progress.step > span.first:
+            load_optimiser(start, self.model, optimiser)
+        model, prepared = accelerator.prepare(self.model, optimiser)
+        total = spans(self.config)[-1].last
+        evaluation: Evaluation | None = None
+        clock = _Clock(config.batch_size * self.config.model.seq_len)
+        title = f"{self.config.variant.label} · {span.phase.name}"
+        with self._display(title, total) as display:
+            while self.progress.step < span.last:
+                index = self.progress.step
+                for group in prepared.param_groups:
+                    group["lr"] = span.phase.lr or learning_rate(index, config)
+                values = self._step(model, prepared, span.phase, index)
+                step = index + 1
+                self.progress = replace(self.progress, step=step)
+                clock.tick()
+                if display is not None:
+                    display.step(step, {k: v for k, v in values.items() if k != "grad_norm"}, clock.tokens_per_s)
+                if step % config.log_every == 0 or step == span.last:
+                    lr = prepared.param_groups[0]["lr"]
+                    self._log({"step": step, "phase": span.phase.name, "lr": lr, "train": values})
+                    self._log_timing({"step": step, "time": time.time(), "tokens_per_s": clock.tokens_per_s})
+                if step % config.eval_every == 0 or step == total:
+                    with clock.paused():
+                        evaluation = self._evaluate()
+                if step % config.checkpoint_every == 0 or step == span.last or stop.is_set():
+                    with clock.paused():
+                        self._save(optimiser)
+                if stop.is_set() and step < total:
+                    raise InterruptedRunError(
+                        f"Stopped at step {step} of {total}, saved. "
+                        f"Go on with: stickymoe train --resume --out {self.folder.path}"
+                    )
+        accelerator.free_memory(model, prepared)
+        return evaluation if self.progress.step == total else None
+
+    def _step(self, model: nn.Module, optimiser: torch.optim.Optimizer, phase: Phase, step: int) -> dict[str, float]:
+        """eq:total_loss, eq:total_loss_softhard, eq:base. One update from L = L_CE + Σ weight · term."""
+        accelerator, accumulate = self.accelerator, self.config.train.accumulate
+        sums: dict[str, Tensor] = {}
+        for micro in range(accumulate):
+            batch = self.batches.batch(
+                step,
+                part=micro * accelerator.num_processes + accelerator.process_index,
+                parts=accumulate * accelerator.num_processes,
+            )
+            tokens, targets = batch.tokens.to(accelerator.device), batch.targets.to(accelerator.device)
+            doc = None if batch.doc is None else batch.doc.to(accelerator.device)
+            last = micro == accumulate - 1
+            with contextlib.nullcontext() if last else accelerator.no_sync(model):
+                out = model(tokens, targets, mask=batch.mask.to(accelerator.device), doc=doc)
+                loss = out.loss
+                parts = {"ce": out.loss}
+                if out.trace is not None:
+                    context = self._context(out.trace)
+                    for term in phase.terms:
+                        value = term.fn(out.trace, context)
+                        loss = loss + (term.weight * value).mean()
+                        parts[term.symbol] = value.mean()
+                    parts["switch_rate"] = _switch_rate(out.trace)
+                accelerator.backward(loss / accumulate)
+            for name, value in {"loss": loss, **parts}.items():
+                sums[name] = sums.get(name, 0.0) + value.detach() / accumulate
+        means = accelerator.reduce(sums, reduction="mean")
+        values = {name: float(value) for name, value in means.items()}
+        if not math.isfinite(values["loss"]):
+            raise DivergedError(
+                f"The loss became {values['loss']} at step {step + 1}; checkpoints up to here are kept. "
+                "Lower train.lr or the loss weights."
+            )
+        norm = accelerator.clip_grad_norm_(model.parameters(), self.config.train.clip)
+        optimiser.step()
+        optimiser.zero_grad()
+        return values | {"grad_norm": float(norm)}
+
+    def _context(self, trace: RoutingTrace) -> LossContext:
+        """f of the whole batch, so that L_bal over several processes is the one over all their tokens."""
+        if self.accelerator.num_processes == 1:
+            return LossContext()
+        return LossContext(load=self.accelerator.reduce(expert_load(trace), reduction="mean"))
+
+    def _evaluate(self, *, log: bool = True) -> Evaluation | None:
+        """Measure the model on the validation split, in the main process."""
+        evaluation = None
+        if self.accelerator.is_main_process:
+            with self.accelerator.autocast():
+                evaluation = evaluate(self.model, self.data.valid, self.config, self.data.token_bytes)
+            ppl, step = evaluation.metrics["ppl"], self.progress.step
+            if log:
+                self._log({"step": step, "valid": evaluation.metrics})
+            if ppl is not None and (self.progress.best_ppl is None or ppl < self.progress.best_ppl):
+                self.progress = replace(self.progress, best_ppl=ppl, best_step=step)
+        self.accelerator.wait_for_everyone()
+        return evaluation
+
+    def _finish(self, evaluation: Evaluation | None) -> RunRecord:
+        if evaluation is None:
+            return self.record
+        if evaluation.table is not None:
+            save_table(evaluation.table, self.folder.routes)
+        best = {"best_ppl": self.progress.best_ppl, "best_step": self.progress.best_step}
+        done = replace(
+            self.record,
+            status="complete",
+            metrics=evaluation.metrics | best,
+            per_layer=evaluation.per_layer,
+        )
+        self._write(done)
+        return done
+
+    def _save(self, optimiser: torch.optim.Optimizer) -> None:
+        if self.accelerator.is_main_process:
+            save_checkpoint(self.folder.checkpoints, self.progress, self.model, optimiser)
+        self.accelerator.wait_for_everyone()
+
+    def _log(self, line: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            self.folder.append(self.folder.metrics, line)
+
+    def _log_timing(self, line: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            self.folder.append(self.folder.timings, line)
+
+    def _write(self, record: RunRecord) -> None:
+        if self.accelerator.is_main_process:
+            record.write(self.folder.record)
+
+    @contextlib.contextmanager
+    def _display(self, title: str, total: int) -> Iterator[Display | None]:
+        if self.quiet or not self.accelerator.is_main_process:
+            yield None
+        else:
+            with Display(title, total, self.progress.step) as display:
+                yield display
+
+
+def _switch_rate(trace: RoutingTrace) -> Tensor:
+    """eq:sr_metric of one batch, for the display."""
+    top1 = trace.S[..., 0]
+    switched = (top1[:, :, 1:] != top1[:, :, :-1]) & trace.pairs
+    return switched.sum() / (trace.pairs.sum() * top1.shape[0]).clamp(min=1)
+
+
+class _Clock:
+    """Training speed over the steps since the last pause."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self._tokens = tokens_per_step
+        self._last = time.monotonic()
+        self._seconds = 0.0
+        self._steps = 0
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        self._seconds += now - self._last
+        self._last = now
+        self._steps += 1
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._tokens * self._steps / self._seconds if self._seconds else 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        yield
+        self._last = time.monotonic()
+
+
+@contextlib.contextmanager
+def _stop_request() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C or SIGTERM into a request to save and stop; a second one stops at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

@@ -1,0 +1,56 @@
+"""How a run shows itself while it works: loss terms, tokens per second, time left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Display:
+    """A live bar on a terminal, and a line now and then elsewhere."""
+
+    LINE_EVERY = 15.0  # seconds, where there is no terminal
+
+    def __init__(self, title: str, steps: int, done: int, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._steps = steps
+        self._start_step = done
+        self._started = self._last_line = time.monotonic()
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[values]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(title, total=steps, completed=done, values="")
+        self._title = title
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def step(self, step: int, values: Mapping[str, float], tokens_per_s: float) -> None:
+        text = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
+        text += f"  {tokens_per_s:,.0f} tok/s"
+        self._bar.update(self._task, completed=step, values=text)
+        now = time.monotonic()
+        if not self._console.is_terminal and (now - self._last_line > self.LINE_EVERY or step == self._steps):
+            self._last_line = now
+            left = (now - self._started) / max(step - self._start_step, 1) * (self._steps - step)
+            self.say(f"{self._title}  {step}/{self._steps}  {text}  {left:.0f} s left")
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,20 @@
+"""One file per row of the results table. A new file here is a new variant everywhere, with no other edit."""
+
+import importlib
+import pkgutil
+
+from stickymoe.variants.base import (
+    Phase,
+    RouterSite,
+    Term,
+    Variant,
+    hyper,
+    register,
+    variant_class,
+    variant_names,
+)
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["Phase", "RouterSite", "Term", "Variant", "hyper", "register", "variant_class", "variant_names"]

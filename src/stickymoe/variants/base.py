@@ -1,0 +1,145 @@
+"""What a variant is: a router, the loss terms trained with it, and the phases of its training.
+
+A variant is data. Its hyper-parameters are dataclass fields, so flags, YAML, sweep keys and report labels come from
+one place. Torch is imported only inside the factories, and annotations are not postponed, since resolving those would
+import it too: listing variants and parsing flags stay instant.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from stickymoe.errors import ConfigError, require, unknown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stickymoe.routing.losses import LossContext
+    from stickymoe.routing.routers import Router
+    from stickymoe.routing.trace import RoutingTrace
+
+
+@dataclass(frozen=True)
+class RouterSite:
+    """Where a router sits, and the sizes it is built for."""
+
+    layer: int
+    d_model: int
+    n_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand `weight · fn(trace, context)` of the training loss.
+
+    `fn` answers one value per layer, whose mean counts, or a scalar.
+    """
+
+    symbol: str
+    weight: float
+    fn: "Callable[[RoutingTrace, LossContext], Tensor]"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training with its own optimiser.
+
+    `share` is its length as a fraction of `train.steps`; `lr` is a constant learning rate, or None for the schedule
+    of the protocol (warm-up, then cosine).
+    """
+
+    name: str
+    terms: tuple[Term, ...]
+    share: float = 1.0
+    trains: Literal["all", "gates"] = "all"
+    lr: float | None = None
+
+
+def hyper(default: Any, symbol: str) -> Any:
+    """A hyper-parameter with the paper's symbol, shown in labels."""
+    return dataclasses.field(default=default, metadata={"symbol": symbol})
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Base of all variants: a name, an equation, and what follows from the hyper-parameters of a subclass."""
+
+    name: ClassVar[str]
+    equation: ClassVar[str]
+
+    def router(self, site: RouterSite) -> "Router | None":
+        """The router of one layer; None stands for a dense layer of the same active width."""
+        return None
+
+    def terms(self) -> tuple[Term, ...]:
+        """The loss terms beside cross-entropy."""
+        return ()
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase("train", self.terms()),)
+
+    @property
+    def label(self) -> str:
+        """`soft λ=0.1`: the name and every hyper-parameter that has a symbol."""
+        parts = [self.name]
+        for f in dataclasses.fields(self):
+            if "symbol" in f.metadata:
+                parts.append(f"{f.metadata['symbol']}={getattr(self, f.name):g}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Routed(Variant):
+    """A mixture of experts: a standard top-k router and the load-balancing loss, unless a subclass says otherwise.
+
+    Args:
+        mu: weight μ of the load-balancing loss
+    """
+
+    mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        require_weight("mu", self.mu)
+
+    def router(self, site: RouterSite) -> "Router":
+        from stickymoe.routing.routers import Router
+
+        return Router(site.d_model, site.n_experts, site.top_k)
+
+    def terms(self) -> tuple[Term, ...]:
+        from stickymoe.routing.losses import balance_by_layer
+
+        return (Term("bal", self.mu, lambda trace, ctx: balance_by_layer(trace, load=ctx.load)),)
+
+
+def require_weight(key: str, value: float) -> None:
+    ok = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    require(ok, f"variant.{key}", value, "a finite number ≥ 0")
+
+
+def require_window(key: str, value: int) -> None:
+    require(isinstance(value, int) and value >= 1, f"variant.{key}", value, "a whole number ≥ 1")
+
+
+_REGISTRY: dict[str, type[Variant]] = {}
+
+
+def register(cls: type[Variant]) -> type[Variant]:
+    """Make a variant known under its `name`; a name can be taken once."""
+    if cls.name in _REGISTRY:
+        raise ConfigError(f"Variant '{cls.name}' is registered twice: {_REGISTRY[cls.name]} and {cls}.")
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+def variant_class(name: str) -> type[Variant]:
+    if name not in _REGISTRY:
+        raise ConfigError(unknown("variant", name, _REGISTRY))
+    return _REGISTRY[name]
+
+
+def variant_names() -> tuple[str, ...]:
+    return tuple(_REGISTRY)

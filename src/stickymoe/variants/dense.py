@@ -1,0 +1,15 @@
+"""The control without which no trade-off means anything: one feed-forward layer of width k·d_ff, no routing."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from stickymoe.variants.base import Variant, register
+
+
+@register
+@dataclass(frozen=True)
+class Dense(Variant):
+    """A dense model of equal active compute: what is the mixture worth at all?"""
+
+    name: ClassVar[str] = "dense"
+    equation: ClassVar[str] = "y = FFN(h) of width k·d_ff,  L = L_CE"

@@ -1,0 +1,19 @@
+"""The baseline: a standard top-k mixture of experts with load balancing only (`eq:base`)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from stickymoe.variants.base import Routed, register
+
+
+@register
+@dataclass(frozen=True)
+class Vanilla(Routed):
+    """Standard top-k MoE, the control that every other variant is measured against.
+
+    Args:
+        mu: weight μ of the load-balancing loss
+    """
+
+    name: ClassVar[str] = "vanilla"
+    equation: ClassVar[str] = "L = L_CE + μ·L_bal"

@@ -1,0 +1,272 @@
+"""The paper's equations as plain loops, to be read beside it; the package is compared with them.
+
+L layers, B sequences, T tokens, N experts, k experts per token. `g` is [L,B,T,N], a NumPy array or a torch
+tensor, so that autograd runs through the same loops; `S` is [L,B,T,k]; `mask` and `doc` are [B,T]. A document
+border is where `doc` changes between adjacent positions. Nothing here uses the package.
+"""
+
+from math import exp, log2, nan
+
+
+def document_start(doc, b, t):
+    """Position of the first token of the document that holds token t."""
+    while t > 0 and (doc is None or doc[b][t] == doc[b][t - 1]):
+        t -= 1
+    return t
+
+
+def is_pair(mask, doc, b, t):
+    """Whether tokens t−1 and t are both real and in the same document."""
+    return t > 0 and mask[b][t - 1] and mask[b][t] and (doc is None or doc[b][t - 1] == doc[b][t])
+
+
+def real_tokens(mask):
+    return [(b, t) for b in range(len(mask)) for t in range(len(mask[b])) if mask[b][t]]
+
+
+def squared_distance(p, q):
+    return sum((p[i] - q[i]) ** 2 for i in range(len(p)))
+
+
+# Losses
+
+
+def balance_loss(g, S, mask, doc=None):
+    """eq:bal_loss. N Σ_i f_i p_i over the real tokens, mean over layers; documents make no difference."""
+    L, N, k = len(g), len(g[0][0][0]), len(S[0][0][0])
+    tokens = real_tokens(mask)
+    if not tokens:
+        return 0.0
+    total = 0.0
+    for l in range(L):
+        for i in range(N):
+            f = sum(1 for b, t in tokens for slot in range(k) if S[l][b][t][slot] == i) / (k * len(tokens))
+            p = sum(g[l][b][t][i] for b, t in tokens) / len(tokens)
+            total = total + N * f * p
+    return total / L
+
+
+def consistency_loss(g, mask, doc=None):
+    """eq:cons_loss, eq:cons_loss_full. Mean ‖g_t − g_{t−1}‖² over the batch's pairs, mean over layers."""
+    L = len(g)
+    pairs = [(b, t) for b, t in real_tokens(mask) if is_pair(mask, doc, b, t)]
+    if not pairs:
+        return 0.0
+    total = 0.0
+    for l in range(L):
+        for b, t in pairs:
+            total = total + squared_distance(g[l][b][t], g[l][b][t - 1])
+    return total / (L * len(pairs))
+
+
+def anchor_loss(g, mask, doc, window, anchors=None):
+    """eq:hard_loss. Σ (t − s(t))/W · ‖g_t − g_s(t)‖² divided by L × real tokens, with s(t) = W⌊t/W⌋.
+
+    t counts from the start of the document. g_s(t) is read from `anchors`: a detached copy of `g` fixes it.
+    """
+    L = len(g)
+    anchors = g if anchors is None else anchors
+    tokens = real_tokens(mask)
+    if not tokens:
+        return 0.0
+    total = 0.0
+    for l in range(L):
+        for b, t in tokens:
+            start = document_start(doc, b, t)
+            s = start + window * ((t - start) // window)
+            if mask[b][s]:
+                total = total + (t - s) / window * squared_distance(g[l][b][t], anchors[l][b][s])
+    return total / (L * len(tokens))
+
+
+def cross_layer_loss(g, mask):
+    """eq:cross_loss. Σ_ℓ ‖g^(ℓ) − g^(ℓ+1)‖² summed over layer pairs, mean over the real tokens."""
+    tokens = real_tokens(mask)
+    if not tokens:
+        return 0.0
+    total = 0.0
+    for b, t in tokens:
+        for l in range(len(g) - 1):
+            total = total + squared_distance(g[l][b][t], g[l + 1][b][t])
+    return total / len(tokens)
+
+
+# Routing
+
+
+def softmax(row):
+    """eq:gate."""
+    largest = max(row)
+    weights = [exp(x - largest) for x in row]
+    return [w / sum(weights) for w in weights]
+
+
+def top_k(g_row, k):
+    """eq:topk. The k most probable experts, best first; of equal ones the lowest index."""
+    chosen = []
+    for _ in range(k):
+        best = None
+        for i in range(len(g_row)):
+            if i not in chosen and (best is None or g_row[i] > g_row[best]):
+                best = i
+        chosen.append(best)
+    return chosen
+
+
+def hard_window(logits, k, window, beta, doc=None):
+    """Hard-Window (sec:variants). `(g, S)` of one sequence [T,N], with β on the experts of H(t, W).
+
+    H(t, W) holds the unbiased top-k of the preceding W tokens of the same document; g comes after the bias.
+    """
+    T, N = len(logits), len(logits[0])
+    unbiased = [top_k(logits[t], k) for t in range(T)]
+    g, S = [], []
+    for t in range(T):
+        start = document_start(None if doc is None else [doc], 0, t)
+        H = {e for s in range(max(start, t - window), t) for e in unbiased[s]}
+        g.append(softmax([logits[t][e] + (beta if e in H else 0.0) for e in range(N)]))
+        S.append(top_k(g[t], k))
+    return g, S
+
+
+# Metrics: `table` has S, n_experts, mask and doc
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def ratio(part, whole):
+    return part / whole if whole else nan
+
+
+def switch_rate(table):
+    """eq:sr_metric. Share of adjacent pairs whose top-1 expert changes, mean over layers."""
+    return _changes(table, lambda chosen: chosen[0])
+
+
+def set_switch_rate(table):
+    """eq:switch_rate. Share of adjacent pairs whose selected set changes, mean over layers."""
+    return _changes(table, lambda chosen: {int(e) for e in chosen})
+
+
+def _changes(table, what):
+    rates = []
+    for layer in table.S:
+        pairs = [(b, t) for b, t in real_tokens(table.mask) if is_pair(table.mask, table.doc, b, t)]
+        changed = sum(1 for b, t in pairs if what(layer[b][t]) != what(layer[b][t - 1]))
+        rates.append(ratio(changed, len(pairs)))
+    return mean(rates)
+
+
+def lru_request(cache, request, capacity):
+    """CHR. `(hits, loads, evictions)` of one request to `cache`, a list with the least recent expert first.
+
+    The experts of a request come heaviest first. If they cannot all be resident at once, each is a request.
+    """
+    if len(request) > capacity:
+        outcomes = [lru_request(cache, [e], capacity) for e in request]
+        return tuple([e for outcome in outcomes for e in outcome[part]] for part in range(3))
+
+    hits = [e for e in request if e in cache]
+    loads = [e for e in request if e not in cache]
+    evictions = []
+    for e in loads:
+        if len(cache) == capacity:
+            victim = next(x for x in cache if x not in request)
+            cache.remove(victim)
+            evictions.append(victim)
+        cache.append(e)
+    for e in reversed(request):
+        cache.remove(e)
+        cache.append(e)
+    return hits, loads, evictions
+
+
+def lru(requests, capacity):
+    """CHR. `(hits, misses)` of a cold LRU cache over a list of requests."""
+    cache, n_hits, n_misses = [], 0, 0
+    for request in requests:
+        hits, loads, _ = lru_request(cache, request, capacity)
+        n_hits += len(hits)
+        n_misses += len(loads)
+    return n_hits, n_misses
+
+
+def streams(S, mask, doc):
+    """CHR. The requests of one layer [B,T,k] as lists, one per document of a sequence, each for a cold cache."""
+    found = []
+    for b in range(len(S)):
+        for t in range(len(S[b])):
+            if document_start(doc, b, t) == t:
+                found.append([])
+            if mask is None or mask[b][t]:
+                found[-1].append([int(e) for e in S[b][t]])
+    return found
+
+
+def cache_hit_rate(table, capacity=2):
+    """CHR. Hits over top-1 accesses of an LRU cache per sequence, cold; mean over layers."""
+    return _hit_rate(table, capacity, slots=1)
+
+
+def cache_hit_rate_all(table, capacity):
+    """CHR over all k slots: a token's k experts are one request."""
+    return _hit_rate(table, capacity, slots=len(table.S[0][0][0]))
+
+
+def _hit_rate(table, capacity, slots):
+    rates = []
+    for layer in table.S:
+        hits = accesses = 0
+        for stream in streams(layer, table.mask, table.doc):
+            h, m = lru([request[:slots] for request in stream], capacity)
+            hits += h
+            accesses += h + m
+        rates.append(ratio(hits, accesses))
+    return mean(rates)
+
+
+def assignments(layer, mask, n_experts):
+    """UE. How many slots of one layer each expert received."""
+    counts = [0] * n_experts
+    for b, t in real_tokens(mask):
+        for e in layer[b][t]:
+            counts[e] += 1
+    return counts
+
+
+def utilisation_entropy(table):
+    """UE. Entropy in bits of the assignments over all slots, mean over layers."""
+    return mean(_entropies(table))
+
+
+def effective_experts(table):
+    """2^UE per layer, mean over layers."""
+    return mean(2**bits for bits in _entropies(table))
+
+
+def _entropies(table):
+    for layer in table.S:
+        counts = assignments(layer, table.mask, table.n_experts)
+        if sum(counts) == 0:
+            yield nan
+        else:
+            yield -sum(c / sum(counts) * log2(c / sum(counts)) for c in counts if c > 0)
+
+
+def neglected_experts(table):
+    """Experts whose share of the assignments is below a tenth of 1/N, counted over all layers."""
+    neglected = 0
+    for layer in table.S:
+        counts = assignments(layer, table.mask, table.n_experts)
+        neglected += sum(1 for c in counts if 10 * table.n_experts * c < sum(counts))
+    return neglected
+
+
+def gate_entropy(g, mask):
+    """Gate entropy. Mean entropy of g over the real tokens in bits, mean over layers."""
+    tokens = real_tokens(mask)
+    total = sum(-p * log2(p) for layer in g for b, t in tokens for p in layer[b][t] if p > 0)
+    return ratio(total, len(g) * len(tokens))
