@@ -15,8 +15,8 @@ from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.routing.trace import RoutingTrace
 
 # A first call compiles, so no deadline.
-thorough = settings(deadline=None, max_examples=150)
-costly = settings(deadline=None, max_examples=40)
+thorough = settings(deadline=None, max_examples=80)
+costly = settings(deadline=None, max_examples=30)
 
 
 class Gates(NamedTuple):

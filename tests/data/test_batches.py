@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stickymoe.data.batches import Batch, TrainBatches, eval_batches
@@ -34,6 +34,7 @@ def equal(a: Batch, b: Batch) -> bool:
 sizes = st.tuples(st.integers(2, 200), st.integers(1, 20), st.integers(1, 12)).filter(lambda s: s[0] > s[1])
 
 
+@settings(deadline=None)
 @given(sizes, st.integers(0, 2**32 - 1))
 def test_every_chunk_comes_once_per_epoch(size: tuple[int, int, int], seed: int) -> None:
     n, seq_len, batch_size = size
@@ -47,6 +48,7 @@ def test_every_chunk_comes_once_per_epoch(size: tuple[int, int, int], seed: int)
         assert sorted(seen) == list(range(1, batches.n_chunks * seq_len + 1, seq_len))
 
 
+@settings(deadline=None)
 @given(sizes, st.integers(0, 50))
 def test_the_target_is_the_next_token(size: tuple[int, int, int], step: int) -> None:
     n, seq_len, batch_size = size
@@ -58,6 +60,7 @@ def test_the_target_is_the_next_token(size: tuple[int, int, int], step: int) -> 
     assert batch.doc is None
 
 
+@settings(deadline=None)
 @given(sizes, st.integers(1, 4), st.integers(0, 30))
 def test_parts_make_up_the_whole(size: tuple[int, int, int], parts: int, step: int) -> None:
     n, seq_len, share = size
@@ -66,6 +69,7 @@ def test_parts_make_up_the_whole(size: tuple[int, int, int], parts: int, step: i
     assert torch.equal(torch.cat([piece.tokens for piece in pieces]), batches.batch(step).tokens)
 
 
+@settings(deadline=None)
 @given(sizes, st.lists(st.integers(0, 40), min_size=1, max_size=5))
 def test_a_batch_depends_on_its_step_alone(size: tuple[int, int, int], visits: list[int]) -> None:
     used = train_batches(*size, seed=7)
@@ -95,6 +99,7 @@ def test_parts_must_divide_the_batch() -> None:
         train_batches(100, 8, 4).batch(0, part=2, parts=2)
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_evaluation_predicts_every_target_once_and_in_order(size: tuple[int, int, int]) -> None:
     n, seq_len, batch_size = size
@@ -115,6 +120,7 @@ def test_evaluation_needs_something_to_predict(n: int) -> None:
         next(eval_batches(split_of(n), seq_len=4, batch_size=2, documents=False))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 7), st.integers(1, 4))
 def test_no_target_lies_in_another_document(lengths: list[int], seq_len: int, batch_size: int) -> None:
     n = sum(lengths) + 1

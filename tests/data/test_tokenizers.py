@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stickymoe.data import tokenizers
@@ -38,6 +38,7 @@ def test_gpt2_vocabulary() -> None:
     assert GPT2.get_vocab_size() == len(token_bytes(GPT2)) == 50_257
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_survives_and_its_bytes_are_its_tokens_bytes(text: str) -> None:
     for tokenizer, n_bytes in BYTES:

@@ -196,7 +196,7 @@ def test_lru_agrees_with_libcachesim(capacity):
         ([[0, -1]], {}, r"experts? .*-1\b.*expected 0 … 3\b"),
         ([[0, 1]], {"capacity": 0}, r"capacity.*\b0\b"),
         ([[0, 1]], {"capacity": -3}, r"capacity.*-3\b"),
-        ([[0, 1]], {"policy": "lur"}, r"policy 'lur'. Did you mean 'lru'"),
+        ([[0, 1]], {"policy": "lruu"}, r"policy 'lruu'. Did you mean 'lru'"),
         ([[0, 1]], {"policy": "zzz"}, r"policy 'zzz'. Known: .*lru"),
         ([0, 1], {}, r"requests.*\b(1|\(2,\))"),
         ([[[[0, 1]]]], {}, r"requests.*\b(4|\(1, 1, 1, 2\))"),
@@ -212,7 +212,7 @@ def test_replay_refuses_in_one_line(S, settings, says):
     ("settings", "says"),
     [
         ({"policy": "lru", "capacity": 0}, r"capacity.*\b0\b"),
-        ({"policy": "lur", "capacity": 2}, r"policy 'lur'. Did you mean 'lru'"),
+        ({"policy": "lruu", "capacity": 2}, r"policy 'lruu'. Did you mean 'lru'"),
     ],
 )
 def test_cache_refuses_in_one_line(settings, says):

@@ -29,7 +29,7 @@ class Experts(nn.Module):
         # One unbind: indexing the stack per expert would allocate a full-size gradient for each.
         weights = zip(*(p.unbind() for p in (self.up, self.up_bias, self.down, self.down_bias)), strict=True)
         for i, (up, up_bias, down, down_bias) in enumerate(weights):
-            token, slot = torch.where(i == S)
+            token, slot = S.eq(i).nonzero(as_tuple=True)
             out = F.linear(F.gelu(F.linear(h[token], up, up_bias)), down, down_bias)
             y = y.index_add(0, token, (w[token, slot, None] * out).to(y.dtype))
         return y

@@ -1,0 +1,37 @@
+"""One thread per test process (two busy ones ruin each other), and one token cache for all of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for child processes
+
+
+@pytest.fixture(scope="session", autouse=True)
+def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of the test run's own, shared by its processes."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    os.environ["XDG_CACHE_HOME"] = str(shared)
+    return shared
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train, valid and test files of a small invented language."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = [f"{a}{b}{c}" for a in "bdklm" for b in "aeiou" for c in ("", "n", "rt")]
+    state = 7
+    for name, n_rows in (("train", 400), ("valid", 40), ("test", 30)):
+        rows = []
+        for _ in range(n_rows):
+            row = []
+            for _ in range(12):
+                state = (1103515245 * state + 12345) % 2**31
+                row.append(words[(state >> 16) % len(words)])
+            rows.append(" ".join(row) + ".")
+        (folder / f"{name}.txt").write_text("\n".join(rows) + "\n")
+    return folder
