@@ -35,15 +35,6 @@ PAIR_LOSSES = {name: loss for name, (loss, _) in LOSSES.items() if name != "bala
 each_pair_loss = pytest.mark.parametrize("loss", PAIR_LOSSES.values(), ids=PAIR_LOSSES.keys())
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Work this small only waits for a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def gradient(case, loss, W, logits=None):
     """Gradient of a loss in the logits."""
     leaf = (case.logits if logits is None else logits).clone().requires_grad_()

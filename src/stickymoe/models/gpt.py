@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stickymoe.errors import ConfigError
+from stickymoe.models.head import linear_cross_entropy, plain_cross_entropy
 from stickymoe.models.moe import Experts, FeedForward, MoE
 from stickymoe.routing.routers import Router, RouterInput, State
 from stickymoe.routing.trace import RoutingTrace, document_positions
@@ -74,7 +75,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, router: Router | None) -> None:
+    def __init__(self, config: ModelConfig, router: Router | None, fast: bool) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.d_model)
         self.attention = Attention(config.d_model, config.n_heads)
@@ -83,18 +84,29 @@ class Block(nn.Module):
         if router is None:
             self.ffn = FeedForward(config.d_model, config.top_k * config.d_ff)
         else:
-            self.ffn = MoE(router, Experts(config.n_experts, config.d_model, config.d_ff))
+            self.ffn = MoE(router, Experts(config.n_experts, config.d_model, config.d_ff, fast=fast))
 
 
 class GPT(nn.Module):
-    """The model is handed its routers: `make_router(layer)`, or None from it for the dense control."""
+    """The model is handed its routers: `make_router(layer)`, or None from it for the dense control.
 
-    def __init__(self, config: ModelConfig, vocab_size: int, make_router: Callable[[int], Router | None]) -> None:
+    `fast=False` takes the plain path through experts and head, the reference of the fast one.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        make_router: Callable[[int], Router | None],
+        *,
+        fast: bool = True,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.fast = fast
         self.token_embedding = nn.Embedding(vocab_size, config.d_model)
         self.position_embedding = nn.Embedding(config.seq_len, config.d_model)
-        self.blocks = nn.ModuleList(Block(config, make_router(layer)) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config, make_router(layer), fast) for layer in range(config.n_layers))
         self.final_norm = nn.LayerNorm(config.d_model)
         self._initialise()
 
@@ -150,10 +162,11 @@ class GPT(nn.Module):
         if mask is None:
             mask = torch.ones_like(tokens, dtype=torch.bool)
         trace = RoutingTrace.stack(routed, mask=mask, doc=doc) if routed else None
-        logits = F.linear(self.final_norm(x), self.token_embedding.weight)
+        x = self.final_norm(x)
         if targets is None:
-            return Output(loss=None, logits=logits, trace=trace)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+            return Output(loss=None, logits=F.linear(x, self.token_embedding.weight), trace=trace)
+        cross_entropy = linear_cross_entropy if self.fast else plain_cross_entropy
+        loss = cross_entropy(x.flatten(0, 1), self.token_embedding.weight, targets.flatten())
         return Output(loss=loss, logits=None, trace=trace)
 
     def _positions(

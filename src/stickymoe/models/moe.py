@@ -1,13 +1,17 @@
 """The expert layer: a router sends every token to k of N feed-forward experts.
 
-n tokens, d width, f expert width, N experts, k experts per token.
+n tokens, d width, f expert width, N experts, k experts per token, m = n·k rows sorted by expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stickymoe.routing.routers import Router, RouterInput, Routing, State
@@ -16,23 +20,114 @@ from stickymoe.routing.routers import Router, RouterInput, Routing, State
 class Experts(nn.Module):
     """N feed-forward networks with GELU, their weights stacked."""
 
-    def __init__(self, n_experts: int, d_model: int, d_ff: int) -> None:
+    def __init__(self, n_experts: int, d_model: int, d_ff: int, *, fast: bool = True) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.empty(n_experts, d_ff, d_model))
         self.up_bias = nn.Parameter(torch.empty(n_experts, d_ff))
         self.down = nn.Parameter(torch.empty(n_experts, d_model, d_ff))
         self.down_bias = nn.Parameter(torch.empty(n_experts, d_model))
+        self.fast = fast
 
     def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
-        """eq:moe_output. Expert by expert, as the equation reads."""
-        y = torch.zeros_like(h)
-        # One unbind: indexing the stack per expert would allocate a full-size gradient for each.
-        weights = zip(*(p.unbind() for p in (self.up, self.up_bias, self.down, self.down_bias)), strict=True)
-        for i, (up, up_bias, down, down_bias) in enumerate(weights):
-            token, slot = S.eq(i).nonzero(as_tuple=True)
-            out = F.linear(F.gelu(F.linear(h[token], up, up_bias)), down, down_bias)
-            y = y.index_add(0, token, (w[token, slot, None] * out).to(y.dtype))
-        return y
+        """eq:moe_output, on the fast path or the plain one; both give the same."""
+        weights = (self.up, self.up_bias, self.down, self.down_bias)
+        return sorted_experts(h, S, w, *weights) if self.fast else plain_experts(h, S, w, *weights)
+
+
+def plain_experts(
+    h: Float[Tensor, "n d"],
+    S: Int[Tensor, "n k"],
+    w: Float[Tensor, "n k"],
+    up: Float[Tensor, "N f d"],
+    up_bias: Float[Tensor, "N f"],
+    down: Float[Tensor, "N d f"],
+    down_bias: Float[Tensor, "N d"],
+) -> Float[Tensor, "n d"]:
+    """eq:moe_output. The reference: expert by expert, as the equation reads."""
+    y = torch.zeros_like(h)
+    # One unbind: indexing the stack per expert would allocate a full-size gradient for each.
+    weights = zip(*(p.unbind() for p in (up, up_bias, down, down_bias)), strict=True)
+    for i, (up_i, up_bias_i, down_i, down_bias_i) in enumerate(weights):
+        token, slot = S.eq(i).nonzero(as_tuple=True)
+        out = F.linear(F.gelu(F.linear(h[token], up_i, up_bias_i)), down_i, down_bias_i)
+        y = y.index_add(0, token, (w[token, slot, None] * out).to(y.dtype))
+    return y
+
+
+def sorted_experts(
+    h: Float[Tensor, "n d"],
+    S: Int[Tensor, "n k"],
+    w: Float[Tensor, "n k"],
+    up: Float[Tensor, "N f d"],
+    up_bias: Float[Tensor, "N f"],
+    down: Float[Tensor, "N d f"],
+    down_bias: Float[Tensor, "N d"],
+) -> Float[Tensor, "n d"]:
+    """eq:moe_output. The fast path: rows sorted by expert, one product per expert and matrix, into shared memory."""
+    if torch.is_autocast_enabled(h.device.type):
+        dtype = torch.get_autocast_dtype(h.device.type)
+        h, w, up, up_bias, down, down_bias = (x.to(dtype) for x in (h, w, up, up_bias, down, down_bias))
+    with torch.autocast(h.device.type, enabled=False):
+        y: Tensor = _SortedExperts.apply(  # type: ignore[no-untyped-call]
+            h, S, w.to(h.dtype), up, up_bias, down, down_bias
+        )
+    return y
+
+
+class _SortedExperts(torch.autograd.Function):
+    """Gradients of the stacks are written expert by expert, each once; nothing is accumulated or zeroed in vain."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, S: Tensor, w: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
+    ) -> Tensor:
+        (n, d), k, (N, f, _) = h.shape, S.shape[1], up.shape
+        order = S.flatten().argsort(stable=True)  # sorted row → token · k + slot
+        place = torch.empty_like(order)
+        place[order] = torch.arange(n * k, device=h.device)  # its inverse
+        counts = S.flatten().bincount(minlength=N).tolist()
+        x = h[order // k]
+        a = h.new_empty(n * k, f)
+        out = h.new_empty(n * k, d)
+        for i, rows in _groups(counts):
+            torch.addmm(up_bias[i], x[rows], up[i].t(), out=a[rows])
+        z = F.gelu(a)
+        for i, rows in _groups(counts):
+            torch.addmm(down_bias[i], z[rows], down[i].t(), out=out[rows])
+        by_token = out[place].view(n, k, d)
+        ctx.save_for_backward(x, a, z, by_token, w, order, place, up, down)
+        ctx.counts = counts
+        return torch.bmm(w[:, None], by_token).view(n, d)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, a, z, by_token, w, order, place, up, down = ctx.saved_tensors
+        (n, k), d = w.shape, dy.shape[1]
+        dw = torch.bmm(by_token, dy[:, :, None]).view(n, k)
+        dout = dy[order // k] * w.flatten()[order, None]
+        dz, dx = torch.empty_like(a), torch.empty_like(x)
+        dup, dup_bias = torch.empty_like(up), up.new_empty(up.shape[:2])
+        ddown, ddown_bias = torch.empty_like(down), down.new_empty(down.shape[:2])
+        for i, rows in _groups(ctx.counts):
+            torch.mm(dout[rows].t(), z[rows], out=ddown[i])
+            torch.sum(dout[rows], 0, out=ddown_bias[i])
+            torch.mm(dout[rows], down[i], out=dz[rows])
+        da = torch.ops.aten.gelu_backward(dz, a)
+        for i, rows in _groups(ctx.counts):
+            torch.mm(da[rows].t(), x[rows], out=dup[i])
+            torch.sum(da[rows], 0, out=dup_bias[i])
+            torch.mm(da[rows], up[i], out=dx[rows])
+        dh = dx[place].view(n, k, d).sum(1)
+        return dh, None, dw, dup, dup_bias, ddown, ddown_bias
+
+
+def _groups(counts: list[int]) -> Iterator[tuple[int, slice]]:
+    """Each expert and its rows, the idle ones too: their products of nothing are zero."""
+    first = 0
+    for i, count in enumerate(counts):
+        yield i, slice(first, first + count)
+        first += count
 
 
 class MoE(nn.Module):

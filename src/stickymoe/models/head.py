@@ -1,0 +1,102 @@
+"""The output head: logits against the tied embedding, and their cross-entropy without ever holding them all.
+
+With 50,257 tokens and a width of 128 this is most of a training step. `linear_cross_entropy` takes a few rows at a
+time, small enough to stay in cache, and turns each chunk of logits into its share of the gradients at once: three
+matrix products in all, as many as the plain way, and no tensor of the size of the logits.
+
+n rows, d width, V vocabulary, c rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+IGNORED = -100  # targets that do not count
+CHUNK_ELEMENTS = 4 << 20  # logits held at a time: 16 MB, which fits beside the weights in a shared cache
+
+
+def plain_cross_entropy(
+    h: Float[Tensor, "n d"], weight: Float[Tensor, "V d"], targets: Int[Tensor, " n"]
+) -> Float[Tensor, ""]:
+    """The reference: all logits at once. Mean over targets that count; NaN if there is none."""
+    logits = F.linear(h, weight)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, ignore_index=IGNORED)
+
+
+def linear_cross_entropy(
+    h: Float[Tensor, "n d"], weight: Float[Tensor, "V d"], targets: Int[Tensor, " n"]
+) -> Float[Tensor, ""]:
+    """`plain_cross_entropy`, chunk by chunk; products in autocast's type if it is on, the rest in fp32 or wider."""
+    device = h.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        h, weight = h.to(dtype), weight.to(dtype)
+    loss: Tensor = _LinearCrossEntropy.apply(h, weight.to(h.dtype), targets)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are computed in the forward pass, where each chunk's logits are at hand."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(h.device.type, enabled=False):
+            loss, dh, dweight = _loss_and_gradients(h, weight, targets, gradients=any(ctx.needs_input_grad))
+        if dh is not None and dweight is not None:
+            ctx.save_for_backward(dh, dweight)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        dh, dweight = ctx.saved_tensors
+        return dh * upstream.to(dh.dtype), dweight * upstream.to(dweight.dtype), None
+
+
+def _loss_and_gradients(
+    h: Tensor, weight: Tensor, targets: Tensor, *, gradients: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Mean loss, and its gradients by `h` and `weight`.
+
+    With E = exp(logits − max) and s = ΣE of each row, the softmax is E/s, and 1/s is applied to the narrow side of
+    each product instead of to E; the target's −1 is applied to single rows of `h` and `weight`.
+    """
+    wide = torch.promote_types(h.dtype, torch.float32)
+    (n, d), V = h.shape, weight.shape[0]
+    counts = targets != IGNORED
+    n_counted = counts.sum()
+    scale = counts.to(wide) / n_counted  # the mean, and 0 for rows that do not count
+    safe = targets.clamp(min=0)
+    rows = max(CHUNK_ELEMENTS // V, 1)
+    loss = torch.zeros((), dtype=wide, device=h.device)
+    dh = torch.empty_like(h) if gradients else None
+    dweight = torch.zeros(V, d, dtype=wide, device=h.device) if gradients else None
+    buffer = torch.empty(min(rows, n), V, dtype=h.dtype, device=h.device)
+    for first in range(0, n, rows):
+        part = slice(first, min(first + rows, n))
+        hc, target, share = h[part], safe[part, None], scale[part, None]
+        logits = torch.mm(hc, weight.t(), out=buffer[: hc.shape[0]]).to(wide)
+        highest = logits.amax(-1, keepdim=True)
+        hit = logits.gather(1, target)
+        E = logits.sub_(highest).exp_()
+        s = E.sum(-1, keepdim=True)
+        loss += ((s.log() + highest - hit) * share).sum()
+        if dh is not None and dweight is not None:
+            share_s = share / s
+            E = E.to(h.dtype)
+            dh[part] = torch.mm(E, weight) * share_s - weight[target[:, 0]] * share
+            weighted = (hc * share_s).to(h.dtype)
+            if wide == h.dtype:
+                dweight.addmm_(E.t(), weighted)
+            else:
+                dweight += torch.mm(E.t(), weighted)
+    if dweight is not None:
+        dweight.index_add_(0, safe, -(h.to(wide) * scale[:, None]))
+        dweight = dweight.to(weight.dtype)
+    return loss, dh, dweight

@@ -1,0 +1,21 @@
+"""Memory that stays: glibc is told not to hand big blocks back to the system after every step.
+
+By default it maps each large tensor afresh and unmaps it when freed, and the kernel must zero every page again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed memory in the process from here on; False where the C library has no such setting."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))

@@ -1,0 +1,157 @@
+"""Perplexity, bits per byte and gate entropy against a computation chunk by chunk, without padding or batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from stickymoe.data.tokens import TokenSplit
+from stickymoe.errors import DataError
+from stickymoe.locality.metrics import switch_rate
+from stickymoe.models.gpt import GPT
+from stickymoe.runs.config import EvalConfig, RunConfig
+from stickymoe.training.build import build_model
+from stickymoe.training.evaluate import evaluate
+
+V, T = 300, 16
+BYTES = np.random.default_rng(3).integers(1, 9, V)
+
+
+def split(n: int, *, doc_length: int | None = None) -> TokenSplit:
+    tokens = np.random.default_rng(n).integers(0, V, n).astype(np.int32)
+    doc = np.zeros(n, np.int32) if doc_length is None else (np.arange(n) // doc_length).astype(np.int32)
+    topics = tuple(None for _ in range(int(doc[-1]) + 1)) if n else ()
+    return TokenSplit(tokens=tokens, doc=doc, topics=topics, row_start=np.zeros(n, np.bool_))
+
+
+def model_of(config: RunConfig) -> GPT:
+    """Random weights large enough that gates and predictions are not uniform."""
+    model = build_model(config, V)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.3)
+    return model
+
+
+class Naive(NamedTuple):
+    nats: float
+    targets: list[int]
+    entropies: list[list[float]]  # of every token, by layer
+
+
+@torch.no_grad()
+def naive(model: GPT, text: TokenSplit, *, documents: bool = False) -> Naive:
+    """One chunk at a time, every probability looked up by hand."""
+    nats, targets = 0.0, []
+    entropies: list[list[float]] = [[], []]
+    n = len(text.tokens)
+    for start in range(0, n - 1, T):
+        end = min(start + T, n - 1)
+        tokens = torch.tensor(text.tokens[start:end].astype(np.int64))[None]
+        doc = torch.tensor(text.doc[start:end].astype(np.int64))[None] if documents else None
+        out = model(tokens, doc=doc)
+        p = out.logits[0].double().softmax(-1)
+        for t in range(start, end):
+            if documents and text.doc[t] != text.doc[t + 1]:
+                continue
+            target = int(text.tokens[t + 1])
+            targets.append(target)
+            nats -= math.log(float(p[t - start, target]))
+        if out.trace is not None:
+            for layer, g in enumerate(out.trace.g[:, 0].double()):
+                entropies[layer] += [-sum(float(x) * math.log2(float(x)) for x in row) for row in g]
+    return Naive(nats, targets, entropies)
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "hard_window", "dense"])
+@pytest.mark.parametrize("n", [2, 16, 17, 18, 100])
+def test_every_target_is_predicted_once(small: Callable[..., RunConfig], variant: str, n: int) -> None:
+    config = replace(small(variant=variant), eval=EvalConfig(batch_size=3))
+    model, text = model_of(config), split(n)
+    got, expected = evaluate(model, text, config, BYTES).metrics, naive(model, text)
+    assert got["targets"] == len(expected.targets) == n - 1
+    assert got["ppl"] == pytest.approx(math.exp(expected.nats / (n - 1)), rel=1e-5)
+    n_bytes = sum(int(BYTES[target]) for target in expected.targets)
+    assert got["bits_per_byte"] == pytest.approx(expected.nats / math.log(2) / n_bytes, rel=1e-5)
+
+
+@pytest.mark.parametrize("n", [17, 100])
+def test_gate_entropy_is_of_real_tokens(small: Callable[..., RunConfig], n: int) -> None:
+    config = replace(small(variant="soft"), eval=EvalConfig(batch_size=4))
+    model, text = model_of(config), split(n)
+    got, expected = evaluate(model, text, config, BYTES), naive(model, text)
+    by_layer = [float(np.mean(layer)) for layer in expected.entropies]
+    assert got.per_layer["gate_entropy"] == pytest.approx(by_layer, rel=1e-5)
+    assert got.metrics["gate_entropy"] == pytest.approx(np.mean(by_layer), rel=1e-5)
+    assert all(0.01 < h < 1.99 for h in by_layer)
+
+
+def test_documents_are_kept_apart(small: Callable[..., RunConfig]) -> None:
+    config = small("--data.documents", "true")
+    model, text = model_of(config), split(100, doc_length=7)
+    got, expected = evaluate(model, text, config, BYTES), naive(model, text, documents=True)
+    assert got.metrics["targets"] == len(expected.targets) == 99 - 14
+    assert got.metrics["ppl"] == pytest.approx(math.exp(expected.nats / len(expected.targets)), rel=1e-5)
+    assert got.table is not None
+    assert got.table.doc is not None
+    flat = evaluate(model, text, small(), BYTES).metrics
+    assert flat["ppl"] != pytest.approx(got.metrics["ppl"], rel=1e-3)
+
+
+def test_batches_do_not_matter(small: Callable[..., RunConfig]) -> None:
+    config = small(variant="oracle")
+    model, text = model_of(config), split(300)
+    one, many = (
+        evaluate(model, text, replace(config, eval=EvalConfig(batch_size=size)), BYTES).metrics for size in (1, 64)
+    )
+    assert one == pytest.approx(many, rel=1e-5)
+
+
+def test_the_table_holds_every_token_and_its_metrics(small: Callable[..., RunConfig]) -> None:
+    config = replace(small(), eval=EvalConfig(batch_size=2, capacities=(1, 4)))
+    model, text = model_of(config), split(50)
+    got = evaluate(model, text, config, BYTES)
+    assert got.table is not None
+    assert got.table.S.shape == (2, 4, T, 2)
+    assert got.table.tokens is not None
+    assert got.table.tokens[got.table.mask].tolist() == text.tokens[:-1].tolist()
+    assert got.metrics["switch_rate"] == pytest.approx(switch_rate(got.table))
+    assert got.metrics["cache_hit_rate_all_c4"] > got.metrics["cache_hit_rate_all_c1"]
+    assert "cache_hit_rate_all_c2" not in got.metrics
+    shares = [got.per_layer[f"utilisation_{i}"] for i in range(4)]
+    assert np.sum(shares, axis=0) == pytest.approx([1.0, 1.0])
+
+
+def test_the_dense_control_routes_nothing(small: Callable[..., RunConfig]) -> None:
+    config = small(variant="dense")
+    got = evaluate(model_of(config), split(40), config, BYTES)
+    assert got.table is None
+    assert set(got.metrics) == {"ppl", "bits_per_byte", "targets"}
+
+
+def test_a_perplexity_beyond_any_float_is_none(small: Callable[..., RunConfig]) -> None:
+    config = small(variant="dense")
+    model = model_of(config)
+    with torch.no_grad():
+        model.token_embedding.weight.mul_(1e4)
+    assert evaluate(model, split(40), config, BYTES).metrics["ppl"] is None
+
+
+def test_gradients_are_left_alone(small: Callable[..., RunConfig]) -> None:
+    config = small()
+    model = model_of(config)
+    evaluate(model, split(40), config, BYTES)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_nothing_to_predict_is_refused(small: Callable[..., RunConfig], n: int) -> None:
+    config = small()
+    with pytest.raises(DataError, match=f"has {n} tokens, expected at least 2"):
+        evaluate(model_of(config), split(n), config, BYTES)
