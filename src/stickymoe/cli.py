@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ Mixture-of-experts models whose routing stays put.
 commands:
   demo       train every variant on the embedded corpus and compare them (about four minutes)
   train      train one variant into a run folder
+  sweep      carry out every run of a grid, such as the paper's table
   eval       measure a finished run again
   variants   list the variants with their equations
 
@@ -60,6 +62,7 @@ def _train(argv: list[str]) -> None:
     options.add_argument("--out", type=Path, metavar="DIR", help="run folder (default runs/LABEL-ID)")
     options.add_argument("--resume", action="store_true", help="go on with an unfinished run in --out")
     options.add_argument("--checkpoint", metavar="NAME", help="resume from this checkpoint, not the newest")
+    options.add_argument("--first_phase", type=Path, metavar="DIR", help="finished run to begin from (remoe: vanilla)")
     options.add_argument("--quiet", action="store_true", help="no progress display")
     options.add_argument("--print_config", action="store_true", help="print the whole config as YAML and exit")
     args, flags = parser.parse_known_args(argv)
@@ -76,7 +79,14 @@ def _train(argv: list[str]) -> None:
     from stickymoe.training.loop import train
 
     out = args.out or _default_folder(config)
-    record = train(config, out, resume=args.resume, checkpoint=args.checkpoint, quiet=args.quiet)
+    record = train(
+        config,
+        out,
+        resume=args.resume,
+        checkpoint=args.checkpoint,
+        first_phase=args.first_phase,
+        quiet=args.quiet,
+    )
     _print_result(record, out)
 
 
@@ -148,6 +158,47 @@ def _demo(argv: list[str]) -> None:
     demo(args.out)
 
 
+def _sweep(argv: list[str]) -> None:
+    from stickymoe.experiments.grids import GRIDS
+
+    parser = _parser("sweep", "Carry out every run of a grid, one process per core.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("grid", metavar="GRID", help=f"{', '.join(GRIDS)}, or a YAML file")
+    parser.add_argument("--seeds", type=_seeds, default=[42], metavar="LIST", help="separated by commas (default 42)")
+    parser.add_argument("--rows", metavar="LIST", help="only these variants or labels, separated by commas")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the runs (default runs/GRID)")
+    parser.add_argument("--dry_run", action="store_true", help="list the runs and exit")
+    args, flags = parser.parse_known_args(argv)
+
+    from stickymoe.experiments.grids import chosen_rows, configs, load_grid
+    from stickymoe.experiments.sweep import plan, sweep
+    from stickymoe.experiments.tables import Row, results_console, results_table
+    from stickymoe.runs.record import RunRecord
+
+    if args.jobs < 1:
+        raise StickyError(f"--jobs: got {args.jobs}, expected at least 1.")
+    grid = load_grid(args.grid)
+    runs = configs(grid, seeds=args.seeds, flags=flags, source=args.grid)
+    cells = plan(chosen_rows(runs, args.rows), args.out or Path("runs") / Path(args.grid).stem)
+    if args.dry_run:
+        for cell in cells:
+            print(f"{cell.run_id}  {cell.config.variant.label}  seed {cell.config.seed}  {cell.folder.path}")
+        return
+    sweep(cells, jobs=args.jobs)
+    rows = [Row.from_record(RunRecord.read(cell.folder.record)) for cell in cells]
+    results_console().print(results_table(rows))
+    failed = [cell for cell in cells if cell.status == "failed"]
+    if failed:
+        raise StickyError(
+            f"{len(failed)} of {len(cells)} runs failed, first {failed[0].folder.path}: {failed[0].failure}"
+        )
+
+
+def _seeds(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def _variants(argv: list[str]) -> None:
     parser = _parser("variants", "List the variants with their equations.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
@@ -172,6 +223,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "demo": _demo,
     "train": _train,
     "eval": _eval,
+    "sweep": _sweep,
     "variants": _variants,
 }
 

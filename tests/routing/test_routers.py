@@ -1,6 +1,7 @@
 """Routers: Hard-Window against the reference, whole sequences against their pieces, and what holds for every part."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ def test_any_pieces_are_routed_as_the_whole(source, choice, x, rng, N, data):
     whole = route(x)
     state, pieces = None, []
     edges = [0, *sorted(cuts), T]
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         pieces.append(route(steps(x, start, stop), state))
         state = pieces[-1].state
     assert torch.equal(torch.cat([p.S for p in pieces], dim=1), whole.S)
@@ -209,6 +210,26 @@ def test_a_router_reads_the_hidden_state_by_top_k_unless_told_otherwise():
     g = (x.h @ route.gate.weight.T).softmax(-1)
     torch.testing.assert_close(route(x).g, g, rtol=1e-12, atol=1e-14)
     assert route(x).S.tolist() == [[reference.top_k(row, 3) for row in sequence] for sequence in g.tolist()]
+
+
+@every_part
+def test_gates_for_the_gate_alone_have_the_values_of_g_and_no_other_gradient(source, choice):
+    rng = np.random.default_rng(12)
+    x = router_input(rng, 2, 5)
+    x.h.requires_grad_()
+    x.attended.requires_grad_()
+    gate = router(rng, 4, 2).gate
+    route = Router(D, 4, 2, source=source, choice=choice, gate_only=True).double()
+    route.gate = gate
+    routing = route(x)
+    assert torch.equal(routing.g_gate, routing.g)
+    coefficients = torch.arange(routing.g.numel(), dtype=torch.float64).view_as(routing.g).cos()
+    (of_g,) = torch.autograd.grad((routing.g * coefficients).sum(), gate.weight, retain_graph=True)
+    (routing.g_gate * coefficients).sum().backward()
+    assert x.h.grad is None
+    assert x.attended.grad is None
+    torch.testing.assert_close(gate.weight.grad, of_g, rtol=1e-12, atol=1e-14)
+    assert Router(D, 4, 2, source=source, choice=choice).double()(x).g_gate is None
 
 
 # Precision

@@ -54,20 +54,6 @@ def test_gates_are_fp32_from_bf16_logits_and_carry_gradient():
     assert logits.grad.abs().min() > 0
 
 
-def test_stack_keeps_the_order_of_layers():
-    generator = torch.Generator().manual_seed(0)
-    layers = [(torch.rand(2, 3, 4, generator=generator), torch.randint(0, 4, (2, 3, 2))) for _ in range(3)]
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    doc, boundary = torch.tensor([[0, 0, 1], [0, 1, 1]]), ~mask
-    trace = RoutingTrace.stack(layers, mask, doc, boundary)
-    for l, (g, S) in enumerate(layers):
-        assert torch.equal(trace.g[l], g)
-        assert torch.equal(trace.S[l], S)
-    assert trace.mask is mask
-    assert trace.doc is doc
-    assert trace.boundary is boundary
-
-
 # Pairs and positions
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -220,14 +221,18 @@ class TestDamage:
         assert find_checkpoint(folder) == folder / "step-000006"
 
 
-class TestFullDisk:
-    @pytest.fixture
-    def no_space(self) -> Iterator[Callable[[int], None]]:
-        """Let no file grow beyond so many bytes, which the system refuses as it does on a full disk."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+@contextlib.contextmanager
+def no_space(size: int) -> Iterator[None]:
+    """Let no file grow beyond so many bytes, which the system refuses as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
+
+class TestFullDisk:
     @pytest.mark.parametrize("call", [1, 2])
     def test_leaves_the_earlier_ones_intact(
         self, folder: Path, trained: Any, monkeypatch: pytest.MonkeyPatch, call: int
@@ -248,11 +253,9 @@ class TestFullDisk:
         assert find_checkpoint(folder) == folder / "step-000006"
 
     @pytest.mark.parametrize("size", [0, 300])
-    def test_refused_by_the_system_itself(
-        self, folder: Path, trained: Any, no_space: Callable[[int], None], size: int
-    ) -> None:
-        no_space(size)
-        with pytest.raises(RunError, match=r"step-000009 could not be saved \(.*step-000006 is intact") as caught:
+    def test_refused_by_the_system_itself(self, folder: Path, trained: Any, size: int) -> None:
+        message = r"step-000009 could not be saved \(.*step-000006 is intact"
+        with pytest.raises(RunError, match=message) as caught, no_space(size):
             save_checkpoint(folder, Progress(9), *trained)
         assert "\n" not in str(caught.value)
         assert names(folder) == ["step-000003", "step-000006"]

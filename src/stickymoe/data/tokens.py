@@ -11,7 +11,7 @@ import io
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def load_tokens(config: DataConfig) -> TokenData:
     if entry is None:
         entry = _tokenise(corpus, config)
         write_entry(folder, entry)
-    return _token_data(entry)
+    return _token_data(entry, config.fraction)
 
 
 def _cache_root(config: DataConfig) -> Path:
@@ -137,8 +137,9 @@ def _npy(array: Shaped[np.ndarray, " n"]) -> bytes:
     return stream.getvalue()
 
 
-def _token_data(entry: Entry) -> TokenData:
+def _token_data(entry: Entry, fraction: float) -> TokenData:
     train, valid, test = (_token_split(entry, name) for name in SPLITS)
+    train = _shorten(train, fraction)
     definition = entry.files["tokenizer.json"]
     tokenizer = Tokenizer.from_str(definition.decode())
     return TokenData(
@@ -158,6 +159,12 @@ def _token_split(entry: Entry, name: str) -> TokenSplit:
 
     topics = tuple(entry.about["splits"][name]["topics"])
     return TokenSplit(tokens=array("tokens"), doc=array("doc"), topics=topics, row_start=array("row_start"))
+
+
+def _shorten(split: TokenSplit, fraction: float) -> TokenSplit:
+    """The first part of a split, by the tokenizer of the whole."""
+    n = round(fraction * len(split.tokens))
+    return replace(split, tokens=split.tokens[:n], doc=split.doc[:n], row_start=split.row_start[:n])
 
 
 def _fingerprint(splits: Sequence[TokenSplit], tokenizer_json: bytes) -> str:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from stickymoe.errors import ConfigError
 from stickymoe.models.head import linear_cross_entropy, plain_cross_entropy
 from stickymoe.models.moe import Experts, FeedForward, MoE
-from stickymoe.routing.routers import Router, RouterInput, State
+from stickymoe.routing.routers import Router, RouterInput, Routing, State
 from stickymoe.routing.trace import RoutingTrace, document_positions
 from stickymoe.runs.config import ModelConfig
 
@@ -136,7 +136,7 @@ class GPT(nn.Module):
         position = self._positions(tokens, doc, cache)
         attention_mask = _attention_mask(tokens, doc, cache)
         x = self.token_embedding(tokens) + self.position_embedding(position)
-        routed = []
+        routed: list[Routing] = []
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             past = cache.layers[i] if cache is not None else None
@@ -147,7 +147,7 @@ class GPT(nn.Module):
             if isinstance(block.ffn, MoE):
                 seen = RouterInput(h=h, attended=attended, tokens=tokens, position=position, doc=doc)
                 y, routing = block.ffn(seen, past.router if past is not None else None)
-                routed.append((routing.g, routing.S))
+                routed.append(routing)
                 state = routing.state
             else:
                 y = block.ffn(h)
@@ -159,9 +159,7 @@ class GPT(nn.Module):
             if doc is not None:
                 cache.doc = doc if cache.doc is None else torch.cat([cache.doc, doc], dim=1)
 
-        if mask is None:
-            mask = torch.ones_like(tokens, dtype=torch.bool)
-        trace = RoutingTrace.stack(routed, mask=mask, doc=doc) if routed else None
+        trace = _stack(routed, torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask, doc)
         x = self.final_norm(x)
         if targets is None:
             return Output(loss=None, logits=F.linear(x, self.token_embedding.weight), trace=trace)
@@ -185,6 +183,20 @@ class GPT(nn.Module):
                 f"The model sees at most seq_len={self.config.seq_len} tokens, got {int(position.max()) + 1}."
             )
         return position
+
+
+def _stack(routed: list[Routing], mask: Tensor, doc: Tensor | None) -> RoutingTrace | None:
+    """The layers' routings as one trace; None where nothing was routed."""
+    if not routed:
+        return None
+    gate_only = [r.g_gate for r in routed if r.g_gate is not None]
+    return RoutingTrace(
+        g=torch.stack([r.g for r in routed]),
+        S=torch.stack([r.S for r in routed]),
+        mask=mask,
+        doc=doc,
+        g_gate=torch.stack(gate_only) if gate_only else None,
+    )
 
 
 def _attention_mask(

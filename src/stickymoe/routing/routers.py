@@ -39,12 +39,16 @@ class RouterInput:
 
 @dataclass(frozen=True)
 class Routing:
-    """Gate probabilities, chosen experts heaviest first, their combine weights, and the state for what follows."""
+    """Gate probabilities, chosen experts heaviest first, their combine weights, and the state for what follows.
+
+    `g_gate` equals `g` with gradient to the gate's weights alone, where a variant asks for it.
+    """
 
     g: Float[Tensor, "B T N"]
     S: Int[Tensor, "B T k"]
     w: Float[Tensor, "B T k"]
     state: State
+    g_gate: Float[Tensor, "B T N"] | None = None
 
 
 class Source(Protocol):
@@ -128,12 +132,14 @@ class Router(nn.Module):
         *,
         source: Source | None = None,
         choice: Choice | None = None,
+        gate_only: bool = False,
     ) -> None:
         super().__init__()
         self.gate = nn.Linear(d_model, n_experts, bias=False)
         self.top_k = top_k
         self.source = source or Hidden()
         self.choice = choice or TopK()
+        self.gate_only = gate_only
 
     def forward(self, x: RouterInput, state: State | None = None) -> Routing:
         """Route the tokens of `x`, which continue those that `state` remembers."""
@@ -141,6 +147,9 @@ class Router(nn.Module):
         features, source_state = self.source(x, state)
         with torch.autocast(features.device.type, enabled=False):
             W_g = self.gate.weight.to(torch.promote_types(self.gate.weight.dtype, torch.float32))
-            logits = F.linear(features.to(W_g.dtype), W_g)
-            g, S, choice_state = self.choice(logits, self.top_k, x, state)
-        return Routing(g=g, S=S, w=combine_weights(g, S), state={**source_state, **choice_state})
+            features = features.to(W_g.dtype)
+            g, S, choice_state = self.choice(F.linear(features, W_g), self.top_k, x, state)
+            g_gate = None
+            if self.gate_only:
+                g_gate, _, _ = self.choice(F.linear(features.detach(), W_g), self.top_k, x, state)
+        return Routing(g=g, S=S, w=combine_weights(g, S), state={**source_state, **choice_state}, g_gate=g_gate)

@@ -5,7 +5,6 @@ L layers, B sequences, T tokens, N experts, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +31,8 @@ class RoutingTrace:
     """Gate probabilities `g` with gradient and chosen experts `S`, heaviest first.
 
     `mask` marks real tokens. `doc` numbers the documents of a packed row: nothing couples tokens across a border.
-    `boundary` marks the last token of a sentence or paragraph.
+    `boundary` marks the last token of a sentence or paragraph. `g_gate` has the values of `g`, but its gradient reaches
+    the gates' weights alone.
     """
 
     g: Float[Tensor, "L B T N"]
@@ -40,6 +40,7 @@ class RoutingTrace:
     mask: Bool[Tensor, "B T"]
     doc: Int[Tensor, "B T"] | None = None
     boundary: Bool[Tensor, "B T"] | None = None
+    g_gate: Float[Tensor, "L B T N"] | None = None
 
     @classmethod
     def from_logits(
@@ -56,18 +57,6 @@ class RoutingTrace:
         if mask is None:
             mask = torch.ones(logits.shape[1:3], dtype=torch.bool, device=logits.device)
         return cls(g=g, S=top_k_experts(g.detach(), top_k), mask=mask, doc=doc)
-
-    @classmethod
-    def stack(
-        cls,
-        layers: Sequence[tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"]]],
-        mask: Bool[Tensor, "B T"],
-        doc: Int[Tensor, "B T"] | None = None,
-        boundary: Bool[Tensor, "B T"] | None = None,
-    ) -> RoutingTrace:
-        """The trace of a model from each layer's `(g, S)`."""
-        g, S = zip(*layers, strict=True)
-        return cls(g=torch.stack(g), S=torch.stack(S), mask=mask, doc=doc, boundary=boundary)
 
     @property
     def pairs(self) -> Bool[Tensor, "B T-1"]:

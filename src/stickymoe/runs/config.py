@@ -19,6 +19,7 @@ class DataConfig:
         path: a folder of text to read instead of a named corpus
         tokenizer: gpt2, or bpe to train one on the corpus
         vocab_size: size of the trained vocabulary (bpe only)
+        fraction: share of the training tokens to use, from the start
         documents: keep losses, router state and attention inside documents
         cache_dir: where token files are kept; by default the user's cache folder
     """
@@ -27,11 +28,13 @@ class DataConfig:
     path: str | None = None
     tokenizer: Literal["gpt2", "bpe"] = "bpe"
     vocab_size: int = 4096
+    fraction: float = 1.0
     documents: bool = False
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         require(self.vocab_size >= 257, "data.vocab_size", self.vocab_size, "at least 257 (256 bytes and a merge)")
+        require(0 < self.fraction <= 1, "data.fraction", self.fraction, "a share in (0, 1]")
 
 
 @dataclass(frozen=True)

@@ -87,26 +87,26 @@ class RunFolder:
         finally:
             lock.release()
 
-    def write_config(self, config: RunConfig) -> None:
-        write_atomic(self.config, yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True))
+    def write_config(self, config: RunConfig, path: Path | None = None) -> None:
+        write_atomic(path or self.config, yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True))
 
     def append(self, path: Path, line: dict[str, Any]) -> None:
         with path.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(line, allow_nan=False) + "\n")
+            f.write(_line(line))
 
     def rewind(self, step: int) -> None:
         """Forget metrics after `step`, and a line that was cut off in mid-write."""
         if self.metrics.exists():
-            write_atomic(self.metrics, "".join(_lines_until(self.metrics, step)))
+            self.write_metrics([line for line in self.read_metrics() if line["step"] <= step])
+
+    def write_metrics(self, lines: list[dict[str, Any]]) -> None:
+        write_atomic(self.metrics, "".join(_line(line) for line in lines))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+        """Every whole line; one that was cut off in mid-write is left out."""
+        text = self.metrics.read_text(encoding="utf-8")
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def _lines_until(path: Path, step: int) -> Iterator[str]:
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                yield line
-        except (ValueError, KeyError):
-            continue
+def _line(values: dict[str, Any]) -> str:
+    return json.dumps(values, allow_nan=False) + "\n"

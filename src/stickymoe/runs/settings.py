@@ -26,20 +26,39 @@ def read_config(
     file: Path | None = None,
 ) -> RunConfig:
     """The config that `flags`, the YAML `file`, and the named `preset` and `variant` make together."""
-    settings = _read_yaml(file) if file is not None else {}
-    in_file = settings.get("variant")
-    named = in_file.get("name", "vanilla") if isinstance(in_file, dict) else "vanilla"
-    if variant is not None and variant != named:
+    settings = read_yaml(file) if file is not None else {}
+    if variant is not None and variant != _variant_in(settings):
         settings.pop("variant", None)  # the file's hyper-parameters are another variant's
-    parser = config_parser(variant or str(named), preset or settings.pop("preset", None))
+        settings["variant"] = {"name": variant}
+    if preset is not None:
+        settings["preset"] = preset
+    return config_from(settings, flags or [], source=f" (in {file})" if file is not None else "")
+
+
+def config_from(settings: dict[str, Any], flags: list[str] | None = None, source: str = "") -> RunConfig:
+    """The config of nested `settings` with an optional `preset` under them and `flags` over them.
+
+    `source` is added to the message where a setting is refused.
+    """
+    settings = dict(settings)
+    if isinstance(settings.get("variant"), str):
+        settings["variant"] = {"name": settings["variant"]}
+    parser = config_parser(_variant_in(settings), settings.pop("preset", None))
     try:
         if settings:
             parser.set_defaults(_flat(parser.parse_object(settings, defaults=False).as_dict()))
         parsed = parser.parse_args(flags or [])
     except ArgumentError as e:
-        raise ConfigError(_one_line(str(e), parser, file)) from None
+        raise ConfigError(_one_line(str(e), parser, source)) from None
     values: dict[str, Any] = parsed.as_dict()
     return RunConfig.from_dict(values)
+
+
+def _variant_in(settings: dict[str, Any]) -> str:
+    section = settings.get("variant")
+    if isinstance(section, str):
+        return section
+    return str(section.get("name", "vanilla")) if isinstance(section, dict) else "vanilla"
 
 
 def config_parser(variant: str, preset: str | None = None) -> ArgumentParser:
@@ -55,7 +74,7 @@ def config_parser(variant: str, preset: str | None = None) -> ArgumentParser:
     return parser
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as e:
@@ -66,8 +85,6 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(settings, dict):
         raise ConfigError(f"Config file {file}: got {settings!r}, expected sections such as 'train:'.")
-    if isinstance(settings.get("variant"), str):
-        settings["variant"] = {"name": settings["variant"]}
     return settings
 
 
@@ -78,16 +95,15 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _one_line(message: str, parser: ArgumentParser, file: Path | None) -> str:
+def _one_line(message: str, parser: ArgumentParser, source: str) -> str:
     """Say in our own words what the parser objected to."""
     text = " ".join(message.split())
     known = [a.option_strings[-1] for a in parser._actions if a.option_strings]
-    where = f" (in {file})" if file is not None else ""
     if m := re.search(r"unrecognized arguments: (\S+)", text):
         return unknown("setting", m[1].partition("=")[0], known)
     if m := re.search(r"""(?:Key|key|option|Option) ["'](\S+?)["'] is not (?:expected|accepted)""", text):
-        return unknown("setting", m[1], [k.removeprefix("--") for k in known]) + where
+        return unknown("setting", m[1], [k.removeprefix("--") for k in known]) + source
     if m := re.search(r'Parser key "([^"]+)": (?:.*?)Expected an? (.+?)\. Got value: (.+)', text):
         expected = re.sub(r"<class '(\w+)'>", r"\1", m[2])
-        return f"{m[1]}: got {m[3]!r}, expected {expected}."
-    return text
+        return f"{m[1]}: got {m[3]!r}, expected {expected}.{source}"
+    return text + source

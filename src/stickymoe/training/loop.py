@@ -41,6 +41,7 @@ from stickymoe.training.checkpoint import (
     save_checkpoint,
 )
 from stickymoe.training.evaluate import Evaluation, evaluate
+from stickymoe.training.memory import keep_freed_memory
 from stickymoe.training.optimiser import adamw, learning_rate
 from stickymoe.training.progress import Display
 from stickymoe.variants import Phase
@@ -65,13 +66,20 @@ def spans(config: RunConfig) -> list[Span]:
 
 
 def train(
-    config: RunConfig, out: Path, *, resume: bool = False, checkpoint: str | None = None, quiet: bool = False
+    config: RunConfig,
+    out: Path,
+    *,
+    resume: bool = False,
+    checkpoint: str | None = None,
+    first_phase: Path | None = None,
+    quiet: bool = False,
 ) -> RunRecord:
     """Train `config` into the folder `out` and return its record.
 
     A finished run is returned as it is. An unfinished one goes on from its newest checkpoint, or the one named, if
-    `resume` is given.
+    `resume` is given. `first_phase` is a finished run that is this one's first phase, taken over instead of repeated.
     """
+    keep_freed_memory()
     accelerator = Accelerator(mixed_precision="bf16" if config.train.precision == "bf16" else "no")
     with accelerator.main_process_first():
         data = load_tokens(config.data)
@@ -97,7 +105,7 @@ def train(
         if earlier is not None and earlier.status == "complete":
             return earlier
         run = _Run(config, data, folder, record, accelerator, quiet)
-        return run.carry_out(checkpoint)
+        return run.carry_out(checkpoint, first_phase)
 
 
 def _earlier_run(folder: RunFolder, record: RunRecord, resume: bool) -> RunRecord | None:
@@ -162,7 +170,7 @@ class _Run:
         self.model = build_model(config, data.vocab_size).to(accelerator.device)
         self.progress = Progress(step=0)
 
-    def carry_out(self, checkpoint: str | None) -> RunRecord:
+    def carry_out(self, checkpoint: str | None, first_phase: Path | None) -> RunRecord:
         start = find_checkpoint(self.folder.checkpoints, checkpoint)
         if start is not None:
             load_model(start, self.model)
@@ -172,6 +180,8 @@ class _Run:
             self.folder.write_config(self.config)
             self.data.tokenizer.save(str(self.folder.tokenizer))
             self.folder.rewind(self.progress.step)
+        if start is None and first_phase is not None:
+            self._take_over(RunFolder(first_phase))
         try:
             with _stop_request() as stop:
                 last = None
@@ -185,6 +195,30 @@ class _Run:
         except Exception as e:
             self._write(replace(self.record, status="failed", failure=str(e) or type(e).__name__))
             raise
+
+    def _take_over(self, first: RunFolder) -> None:
+        """Begin where `first` ended, with its weights and its metrics, as if its steps had been done here."""
+        same, ended = self.config.variant.first_phase_is, spans(self.config)[0].last
+        record = RunRecord.read(first.record)
+        expected = None if same is None else run_id(replace(self.config, variant=same), self.data.fingerprint)
+        if record.run_id != expected or record.status != "complete":
+            raise RunError(f"{first.path} is not the finished first phase of this run ({self.config.variant.label}).")
+        weights = find_checkpoint(first.checkpoints)
+        if weights is None:
+            raise RunError(f"{first.path} has no checkpoint left to begin from.")
+        load_model(weights, self.model)
+        every = self.config.train.eval_every
+        lines = [line for line in first.read_metrics() if "train" in line or line["step"] % every == 0]
+        if self.accelerator.is_main_process:
+            self.folder.write_metrics(lines)
+        self.progress = Progress(step=ended)
+        for line in lines:
+            if "valid" in line:
+                self._note_best(line["valid"]["ppl"], line["step"])
+
+    def _note_best(self, ppl: float | None, step: int) -> None:
+        if ppl is not None and (self.progress.best_ppl is None or ppl < self.progress.best_ppl):
+            self.progress = replace(self.progress, best_ppl=ppl, best_step=step)
 
     def _run_phase(self, span: Span, start: Path | None, stop: threading.Event) -> Evaluation | None:
         """Train until the phase ends; the evaluation of its last step, if that is the last of the run."""
@@ -280,11 +314,9 @@ class _Run:
         if self.accelerator.is_main_process:
             with self.accelerator.autocast():
                 evaluation = evaluate(self.model, self.data.valid, self.config, self.data.token_bytes)
-            ppl, step = evaluation.metrics["ppl"], self.progress.step
             if log:
-                self._log({"step": step, "valid": evaluation.metrics})
-            if ppl is not None and (self.progress.best_ppl is None or ppl < self.progress.best_ppl):
-                self.progress = replace(self.progress, best_ppl=ppl, best_step=step)
+                self._log({"step": self.progress.step, "valid": evaluation.metrics})
+            self._note_best(evaluation.metrics["ppl"], self.progress.step)
         self.accelerator.wait_for_everyone()
         return evaluation
 

@@ -58,9 +58,9 @@ class Phase:
     lr: float | None = None
 
 
-def hyper(default: Any, symbol: str) -> Any:
-    """A hyper-parameter with the paper's symbol, shown in labels."""
-    return dataclasses.field(default=default, metadata={"symbol": symbol})
+def hyper(default: Any, symbol: str, *, always: bool = True) -> Any:
+    """A hyper-parameter with the paper's symbol, shown in labels: always, or only when it is not the default."""
+    return dataclasses.field(default=default, metadata={"symbol": symbol, "always": always})
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,27 @@ class Variant:
         return (Phase("train", self.terms()),)
 
     @property
+    def first_phase_is(self) -> "Variant | None":
+        """The variant whose whole training is this one's first phase, so that it need not be done twice."""
+        return None
+
+    @property
     def label(self) -> str:
-        """`soft λ=0.1`: the name and every hyper-parameter that has a symbol."""
+        """`soft λ=0.1`: the name and the hyper-parameters under the paper's symbols; a switch shows when it is on."""
         parts = [self.name]
-        for f in dataclasses.fields(self):
-            if "symbol" in f.metadata:
-                parts.append(f"{f.metadata['symbol']}={getattr(self, f.name):g}")
+        for f, value in self._shown():
+            symbol = f.metadata.get("symbol", f.name)
+            parts.append(symbol if isinstance(value, bool) else f"{symbol}={value:g}")
         return " ".join(parts)
+
+    @property
+    def key(self) -> str:
+        """`soft-lam0.1`: the label in plain letters, for file names."""
+        return "-".join([self.name, *(f"{f.name}{value:g}" for f, value in self._shown())])
+
+    def _shown(self) -> list[tuple[dataclasses.Field[Any], Any]]:
+        values = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        return [(f, value) for f, value in values if f.metadata.get("always") or value != f.default]
 
 
 @dataclass(frozen=True)
@@ -99,7 +113,7 @@ class Routed(Variant):
         mu: weight μ of the load-balancing loss
     """
 
-    mu: float = 0.01
+    mu: float = hyper(0.01, "μ", always=False)
 
     def __post_init__(self) -> None:
         require_weight("mu", self.mu)

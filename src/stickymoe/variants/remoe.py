@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from stickymoe.errors import require
 from stickymoe.variants.base import Phase, Routed, Term, hyper, register, require_weight
+from stickymoe.variants.vanilla import Vanilla
 
 
 @register
@@ -31,6 +32,10 @@ class ReMoE(Routed):
         require_weight("lam", self.lam)
         require(0 < self.tune_share <= 1, "variant.tune_share", self.tune_share, "a fraction in (0, 1]")
         require(0 < self.tune_lr < 1, "variant.tune_lr", self.tune_lr, "a learning rate in (0, 1)")
+
+    @property
+    def first_phase_is(self) -> Vanilla:
+        return Vanilla(mu=self.mu)
 
     def phases(self) -> tuple[Phase, ...]:
         from stickymoe.routing.losses import consistency_by_layer

@@ -1,9 +1,16 @@
 """The paper's method (`eq:total_loss`): adjacent tokens are asked to have similar gate distributions."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
-from stickymoe.variants.base import Routed, Term, hyper, register, require_weight
+from stickymoe.variants.base import Routed, RouterSite, Term, hyper, register, require_weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stickymoe.routing.losses import LossContext
+    from stickymoe.routing.routers import Router
+    from stickymoe.routing.trace import RoutingTrace
 
 
 @register
@@ -14,18 +21,28 @@ class Soft(Routed):
     Args:
         mu: weight μ of the load-balancing loss
         lam: weight λ of the consistency loss
+        gate_only: train the gates alone with it, not the hidden states they read (an ablation)
     """
 
     name: ClassVar[str] = "soft"
     equation: ClassVar[str] = "L = L_CE + μ·L_bal + λ·L_cons,  L_cons = mean ‖g_t − g_t−1‖²"
 
     lam: float = hyper(0.1, "λ")
+    gate_only: bool = hyper(False, "gate only", always=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_weight("lam", self.lam)
 
+    def router(self, site: RouterSite) -> "Router":
+        from stickymoe.routing.routers import Router
+
+        return Router(site.d_model, site.n_experts, site.top_k, gate_only=self.gate_only)
+
     def terms(self) -> tuple[Term, ...]:
+        return (*super().terms(), Term("cons", self.lam, self._consistency))
+
+    def _consistency(self, trace: "RoutingTrace", context: "LossContext") -> "Tensor":
         from stickymoe.routing.losses import consistency_by_layer
 
-        return (*super().terms(), Term("cons", self.lam, lambda trace, ctx: consistency_by_layer(trace)))
+        return consistency_by_layer(trace if trace.g_gate is None else replace(trace, g=trace.g_gate))

@@ -15,6 +15,7 @@ class SoftHard(Soft):
     Args:
         mu: weight μ of the load-balancing loss
         lam: weight λ of the consistency loss
+        gate_only: train the gates alone with the consistency loss (an ablation)
         alpha: weight α of the anchor loss
         window: window length W
         anchor_gradient: let gradient reach the anchor, which the paper calls fixed
@@ -27,7 +28,7 @@ class SoftHard(Soft):
 
     alpha: float = hyper(1.0, "α")
     window: int = hyper(4, "W")
-    anchor_gradient: bool = False
+    anchor_gradient: bool = hyper(False, "anchor gradient", always=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

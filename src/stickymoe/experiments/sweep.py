@@ -1,0 +1,238 @@
+"""Runs of a grid, side by side: one process per core, one thread each; what is done is skipped, what broke goes on.
+
+The engine and the runs talk only through run folders, so a sweep can be killed and started again, and several can
+work on one folder: each run is locked by whoever carries it out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from stickymoe.data.tokens import load_tokens
+from stickymoe.errors import InterruptedRunError, RunError
+from stickymoe.runs.config import DataConfig, RunConfig
+from stickymoe.runs.folder import RunFolder, run_id
+from stickymoe.runs.record import RunRecord
+
+
+@dataclass
+class Cell:
+    """One run of a sweep and how far it is."""
+
+    config: RunConfig
+    run_id: str
+    folder: RunFolder
+    after: Cell | None = None  # the run whose result is this one's first phase
+    process: subprocess.Popen[bytes] | None = None
+    status: str = "waiting"
+    failure: str = ""
+    started: float = 0.0
+    started_step: int = 0
+
+    @property
+    def steps(self) -> int:
+        shares = [phase.share for phase in self.config.variant.phases()]
+        return sum(max(round(share * self.config.train.steps), 1) for share in shares)
+
+
+def plan(configs: Sequence[RunConfig], out: Path) -> list[Cell]:
+    """The cells of a sweep; tokens are prepared here, once for all runs."""
+    fingerprints: dict[DataConfig, str] = {}
+    cells: dict[str, Cell] = {}
+    for config in configs:
+        if config.data not in fingerprints:
+            fingerprints[config.data] = load_tokens(config.data).fingerprint
+        identity = run_id(config, fingerprints[config.data])
+        name = f"{config.variant.key}-s{config.seed}-{identity[:8]}"
+        cells.setdefault(identity, Cell(config, identity, RunFolder(out / name)))
+    for cell in cells.values():
+        same = cell.config.variant.first_phase_is
+        if same is not None:
+            first = replace(cell.config, variant=same)
+            cell.after = cells.get(run_id(first, fingerprints[cell.config.data]))
+    return list(cells.values())
+
+
+def sweep(cells: list[Cell], *, jobs: int, console: Console | None = None) -> list[Cell]:
+    """Carry out every cell, `jobs` at a time; answers them with their final status."""
+    console = console or Console(stderr=True)
+    for cell in cells:
+        if _recorded_status(cell) == "complete":
+            cell.status = "complete"
+    live = Live(_table(cells), console=console, refresh_per_second=1, transient=False)
+    try:
+        with live if console.is_terminal else _Lines(cells, console) as shown:
+            while True:
+                _collect(cells)
+                _launch(cells, jobs)
+                shown.update(_table(cells))
+                if all(cell.status in ("complete", "failed") for cell in cells):
+                    return cells
+                time.sleep(0.5)
+    except KeyboardInterrupt:
+        running = [cell for cell in cells if cell.process is not None]
+        for cell in running:
+            assert cell.process is not None
+            cell.process.send_signal(signal.SIGINT)
+        for cell in running:
+            assert cell.process is not None
+            cell.process.wait()
+        raise InterruptedRunError(
+            "Sweep stopped; its runs saved themselves. The same command goes on with it."
+        ) from None
+
+
+def _launch(cells: list[Cell], jobs: int) -> None:
+    busy = sum(cell.status == "running" for cell in cells)
+    for cell in cells:
+        if busy >= jobs:
+            return
+        first = cell.after
+        ready = first is None or first.status in ("complete", "failed")
+        if cell.status != "waiting" or not ready:
+            continue
+        cell.process = _start(cell)
+        cell.status, cell.started = "running", time.monotonic()
+        cell.started_step = _progress(cell)[0]
+        busy += 1
+
+
+def _start(cell: Cell) -> subprocess.Popen[bytes]:
+    cell.folder.path.mkdir(parents=True, exist_ok=True)
+    config = cell.folder.path / ".cell.yaml"
+    cell.folder.write_config(cell.config, config)
+    command = [sys.executable, "-m", "stickymoe.cli", "train", "--quiet", "--resume", "--config", str(config)]
+    command += ["--out", str(cell.folder.path)]
+    if cell.after is not None and cell.after.status == "complete":
+        command += ["--first_phase", str(cell.after.folder.path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with _said(cell).open("w") as said:
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=said, env=environment, start_new_session=True
+        )
+
+
+def _said(cell: Cell) -> Path:
+    """What the run's process says."""
+    return cell.folder.path / ".stderr"
+
+
+def _collect(cells: list[Cell]) -> None:
+    """Take in processes that ended."""
+    for cell in cells:
+        if cell.process is None or cell.process.poll() is None:
+            continue
+        said = _said(cell).read_text(errors="replace").strip().splitlines()
+        code, cell.process = cell.process.returncode, None
+        if code == 0 and _recorded_status(cell) == "complete":
+            cell.status = "complete"
+            continue
+        cell.status = "failed"
+        cell.failure = said[-1].removeprefix("stickymoe: ") if said else f"ended with code {code}"
+        _record_failure(cell)
+
+
+def _recorded_status(cell: Cell) -> str | None:
+    try:
+        return RunRecord.read(cell.folder.record).status
+    except RunError:
+        return None
+
+
+def _record_failure(cell: Cell) -> None:
+    """A process that was killed or could not start leaves no word of it: say so in its record."""
+    try:
+        record = RunRecord.read(cell.folder.record)
+    except RunError:
+        record = RunRecord(cell.run_id, "failed", cell.config.as_dict(), data={}, environment={})
+    if record.status != "complete":
+        replace(record, status="failed", failure=record.failure or cell.failure).write(cell.folder.record)
+
+
+def _progress(cell: Cell) -> tuple[int, float | None, float | None]:
+    """Steps done, and the newest switch rate and validation perplexity."""
+    step, switch_rate, ppl = 0, None, None
+    for line in _tail(cell.folder.metrics):
+        step = line.get("step", step)
+        switch_rate = line.get("train", line.get("valid", {})).get("switch_rate", switch_rate)
+        ppl = line.get("valid", {}).get("ppl", ppl)
+    return step, switch_rate, ppl
+
+
+def _tail(path: Path, size: int = 16384) -> list[dict[str, Any]]:
+    try:
+        with path.open("rb") as f:
+            f.seek(max(path.stat().st_size - size, 0))
+            lines = f.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    out = []
+    for line in lines:
+        try:
+            out.append(json.loads(line))
+        except ValueError:
+            continue  # the first line is cut, the last may be in the making
+    return out
+
+
+def _row(cell: Cell) -> tuple[str, ...]:
+    step, switch_rate, ppl = _progress(cell)
+    left = ""
+    if cell.status == "running" and step > cell.started_step:
+        seconds = (time.monotonic() - cell.started) / (step - cell.started_step) * (cell.steps - step)
+        left = f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
+    return (
+        f"{cell.config.variant.label}  seed {cell.config.seed}",
+        cell.status if cell.status != "failed" else f"failed: {cell.failure}",
+        f"{step}/{cell.steps}",
+        left,
+        "–" if switch_rate is None else f"{switch_rate:.3f}",
+        "–" if ppl is None else f"{ppl:.2f}",
+    )
+
+
+def _table(cells: list[Cell]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("run", "status", "steps", "left", "SR", "PPL"):
+        table.add_column(heading, justify="left" if heading in ("run", "status") else "right")
+    for cell in cells:
+        table.add_row(*_row(cell))
+    return table
+
+
+class _Lines:
+    """Without a terminal: one line whenever a run starts or ends."""
+
+    def __init__(self, cells: list[Cell], console: Console) -> None:
+        self._cells, self._console = cells, console
+        self._said: dict[str, str] = {}
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def update(self, table: Table) -> None:
+        for cell in self._cells:
+            if cell.status != "waiting" and self._said.get(cell.run_id) != cell.status:
+                self._said[cell.run_id] = cell.status
+                done = sum(c.status in ("complete", "failed") for c in self._cells)
+                text = "  ".join(part for part in _row(cell) if part)
+                self._console.print(
+                    f"[{done}/{len(self._cells)}] {text}", markup=False, highlight=False, soft_wrap=True
+                )

@@ -1,0 +1,225 @@
+"""Route tables on disk: what is saved is loaded, and what is damaged is refused in one line."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stickymoe.errors import DataError
+from stickymoe.locality.formats import load_table, save_table
+from stickymoe.locality.metrics import switch_rate
+from stickymoe.locality.table import RouteTable
+from strategies import seeds, tables
+
+ARRAYS = ("S", "mask", "doc", "weights", "phase", "tokens")
+in_a_folder = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@st.composite
+def full_tables(draw):
+    """Tables with any of the arrays that may be unknown."""
+    table, rng = draw(tables()), draw(seeds())
+    known = draw(st.sets(st.sampled_from(["weights", "phase", "tokens"])))
+    more = {
+        "weights": rng.random(table.S.shape, dtype=np.float32),
+        "phase": rng.integers(0, 2, table.mask.shape, dtype=np.uint8),
+        "tokens": rng.integers(0, 50_000, table.mask.shape, dtype=np.int32),
+    }
+    return replace(table, **{name: more[name] for name in known})
+
+
+def assert_equal(a, b):
+    assert a.n_experts == b.n_experts
+    for name in ARRAYS:
+        x, y = getattr(a, name), getattr(b, name)
+        assert (x is None) == (y is None), name
+        if x is not None:
+            assert x.dtype == y.dtype, name
+            np.testing.assert_array_equal(x, y)
+
+
+def refusal(folder):
+    """The one line with which a folder is refused."""
+    with pytest.raises(DataError) as e:
+        load_table(folder)
+    message = str(e.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert str(folder) in message
+    return message
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a table of 2 layers, 3 sequences, 4 steps and 4 experts."""
+    S = np.arange(2 * 3 * 4 * 2, dtype=np.uint8).reshape(2, 3, 4, 2) % 4
+    folder = tmp_path / "routes"
+    save_table(RouteTable(S=S, n_experts=4, mask=np.ones((3, 4), dtype=bool)), folder)
+    return folder
+
+
+def edit_header(folder, **changes):
+    header = json.loads((folder / "header.json").read_text())
+    header.update(changes)
+    (folder / "header.json").write_text(json.dumps(header))
+
+
+# Round trip
+
+
+@in_a_folder
+@given(table=full_tables())
+def test_what_is_saved_is_loaded(table, tmp_path):
+    """Also over an earlier table, whose arrays must not shine through."""
+    save_table(table, tmp_path / "deep" / "routes")
+    loaded = load_table(tmp_path / "deep" / "routes")
+    assert_equal(loaded, table)
+    np.testing.assert_array_equal(loaded.pairs, table.pairs)
+
+
+def test_many_experts_keep_their_wide_type(tmp_path):
+    table = RouteTable(S=np.array([[[[299, 0]]]], dtype=np.uint16), n_experts=300, mask=np.ones((1, 1), dtype=bool))
+    save_table(table, tmp_path)
+    assert_equal(load_table(tmp_path), table)
+
+
+def test_arrays_are_mapped_not_read(saved):
+    loaded = load_table(saved)
+    for array in (loaded.S, loaded.mask):
+        assert isinstance(array, np.memmap)
+        assert not array.flags.writeable
+    assert 0 <= switch_rate(loaded) <= 1
+
+
+def test_the_folder_is_as_documented(saved):
+    assert sorted(p.name for p in saved.iterdir()) == ["S.npy", "header.json", "mask.npy"]
+    assert json.loads((saved / "header.json").read_text()) == {
+        "format": "stickymoe-routes",
+        "version": 1,
+        "n_experts": 4,
+        "arrays": {"S": [2, 3, 4, 2], "mask": [3, 4]},
+    }
+
+
+def test_an_interrupted_save_leaves_no_header(saved, monkeypatch):
+    table = load_table(saved)
+    table = RouteTable(S=np.array(table.S), n_experts=4, mask=np.array(table.mask))
+
+    def full(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_table(table, saved)
+    monkeypatch.undo()
+    assert "header.json" in refusal(saved)
+
+
+# Refusals
+
+
+def test_no_folder(tmp_path):
+    assert "holds no route table: header.json cannot be read (No such file" in refusal(tmp_path / "nowhere")
+
+
+def test_no_header(saved):
+    (saved / "header.json").unlink()
+    assert "holds no route table: header.json cannot be read (No such file" in refusal(saved)
+
+
+@pytest.mark.parametrize("text", ["", "{", "routes", '{"format": "stickymoe-routes",'])
+def test_a_header_that_is_no_json(saved, text):
+    (saved / "header.json").write_text(text)
+    assert "header.json is damaged" in refusal(saved)
+
+
+def test_a_header_that_is_no_text(saved):
+    (saved / "header.json").write_bytes(b"\x93NUMPY\xff\xfe")
+    assert "header.json is damaged" in refusal(saved)
+
+
+@pytest.mark.parametrize("header", [{}, [], 3, None, {"format": "other", "version": 1}, {"version": 1}])
+def test_foreign_json(saved, header):
+    (saved / "header.json").write_text(json.dumps(header))
+    assert "header.json: expected format 'stickymoe-routes' version 1." in refusal(saved)
+
+
+def test_a_later_version(saved):
+    edit_header(saved, version=2)
+    assert "version 1" in refusal(saved)
+
+
+@pytest.mark.parametrize("missing", ["arrays", "n_experts"])
+def test_a_header_without_a_field(saved, missing):
+    header = json.loads((saved / "header.json").read_text())
+    del header[missing]
+    (saved / "header.json").write_text(json.dumps(header))
+    assert missing in refusal(saved)
+
+
+@pytest.mark.parametrize("n_experts", ["4", 4.5, None, -1])
+def test_a_header_with_no_number_of_experts(saved, n_experts):
+    edit_header(saved, n_experts=n_experts)
+    assert "n_experts" in refusal(saved)
+
+
+@pytest.mark.parametrize("arrays", [[], {"S": [2, 3, 4, 2]}, {"mask": [3, 4]}, {}])
+def test_a_header_without_the_needed_arrays(saved, arrays):
+    edit_header(saved, arrays=arrays)
+    refusal(saved)
+
+
+def test_a_header_with_an_array_nobody_knows(saved):
+    np.save(saved / "secret.npy", np.zeros(3))
+    edit_header(saved, arrays={"S": [2, 3, 4, 2], "mask": [3, 4], "secret": [3]})
+    assert "secret" in refusal(saved)
+
+
+@pytest.mark.parametrize("name", ["S", "mask"])
+def test_a_missing_array(saved, name):
+    (saved / f"{name}.npy").unlink()
+    assert f"{name}.npy is missing or damaged" in refusal(saved)
+
+
+@pytest.mark.parametrize("name", ["S", "mask"])
+@pytest.mark.parametrize("kept", ["nothing", "part of the preamble", "the preamble", "all but a byte"])
+def test_a_truncated_array(saved, name, kept):
+    file = saved / f"{name}.npy"
+    content = file.read_bytes()
+    length = {"nothing": 0, "part of the preamble": 20, "the preamble": 128, "all but a byte": len(content) - 1}[kept]
+    file.write_bytes(content[:length])
+    assert f"{name}.npy is missing or damaged" in refusal(saved)
+
+
+def test_a_file_that_is_no_array(saved):
+    (saved / "S.npy").write_text("0 1 2 3\n")
+    assert "S.npy is missing or damaged" in refusal(saved)
+
+
+def test_a_pickle_is_never_opened(saved):
+    np.save(saved / "S.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    assert "S.npy is missing or damaged" in refusal(saved)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("S", (2, 3, 5, 2)), ("S", (2, 3, 4)), ("mask", (4, 3)), ("mask", (12,))])
+def test_an_array_of_another_shape_than_the_header_says(saved, name, shape):
+    said = list(np.load(saved / f"{name}.npy").shape)
+    np.save(saved / f"{name}.npy", np.zeros(shape, dtype=np.uint8 if name == "S" else bool))
+    assert f"{name}.npy: got shape {list(shape)}, but the header says {said}." in refusal(saved)
+
+
+def test_an_expert_that_is_not_there(saved):
+    edit_header(saved, n_experts=3)
+    with pytest.raises(DataError, match=r"^The route table names expert 3, but there are 3 experts \(0 … 2\)\.$"):
+        load_table(saved)
+
+
+def test_an_expert_below_zero(saved):
+    S = np.zeros((2, 3, 4, 2), dtype=np.int8)
+    S[1, 2, 3, 1] = -1
+    np.save(saved / "S.npy", S)
+    with pytest.raises(DataError, match=r"^The route table names expert -1, but there are 4 experts \(0 … 3\)\.$"):
+        load_table(saved)
