@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import reference
 from stickymoe.routing.routers import Attended, HardWindow, Hidden, Router, RouterInput, TopK
 from stickymoe.routing.trace import document_positions
-from strategies import documents, seeds, thorough
+from strategies import costly, documents, seeds, thorough
 
 D = 6
 SOURCES = {"hidden": Hidden(), "attended": Attended()}
@@ -122,7 +122,7 @@ def test_window_history_has_no_gradient_but_the_gates_have(case, window):
 
 
 @every_part
-@thorough
+@costly
 @given(x=inputs(), rng=seeds(), N=st.integers(1, 6), data=st.data())
 def test_any_pieces_are_routed_as_the_whole(source, choice, x, rng, N, data):
     T = x.h.shape[1]
@@ -157,7 +157,7 @@ def test_state_is_not_changed_by_the_next_call(source, choice):
 
 
 @every_part
-@thorough
+@costly
 @given(x=inputs(), rng=seeds())
 def test_documents_are_routed_as_if_alone(source, choice, x, rng):
     route = router(rng, 5, 2, source=source, choice=choice)
@@ -255,7 +255,7 @@ def test_gates_are_fp32_under_bf16(source, choice, weights):
 
 
 @every_part
-@thorough
+@costly
 @given(x=inputs(), rng=seeds(), N=st.integers(1, 6), data=st.data())
 def test_weights_are_the_gates_of_the_chosen_renormalised_heaviest_first(source, choice, x, rng, N, data):
     k = data.draw(st.integers(1, N))

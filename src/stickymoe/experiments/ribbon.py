@@ -1,0 +1,79 @@
+"""The ribbon: real text with every token coloured by its expert, so that anyone sees what sticky routing does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Integer
+from tokenizers import Tokenizer
+
+from stickymoe.errors import RunError
+from stickymoe.locality.formats import load_table
+from stickymoe.runs.folder import RunFolder
+from stickymoe.runs.record import RunRecord
+
+# Okabe and Ito's palette: eight colours that stay apart for colour-blind readers. More experts reuse them.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+
+
+@dataclass(frozen=True)
+class Ribbon:
+    """A stretch of validation text and the heaviest expert of each token, layer by layer, in one run."""
+
+    label: str
+    words: tuple[str, ...]
+    experts: Integer[np.ndarray, "L n"]
+
+    def switches(self, layer: int) -> int:
+        line = self.experts[layer]
+        return int((line[1:] != line[:-1]).sum())
+
+
+def read_ribbon(run: Path, *, sequence: int = 0, start: int = 0, length: int = 96) -> Ribbon:
+    """A run's routing of `length` tokens of a validation sequence, from its folder."""
+    folder = RunFolder(run)
+    record = RunRecord.read(folder.record)
+    table = load_table(folder.routes)
+    if table.tokens is None:
+        raise RunError(f"{folder.routes} holds no tokens to show.")
+    tokenizer = Tokenizer.from_file(str(folder.tokenizer))
+    part = slice(start, start + length)
+    words = tuple(tokenizer.decode([int(t)]) for t in table.tokens[sequence, part])
+    label = record.config["variant"]["name"]
+    return Ribbon(label, words, np.asarray(table.S[:, sequence, part, 0]))
+
+
+def ribbon_svg(ribbons: Sequence[Ribbon], *, layer: int, width: int = 860) -> str:
+    """The same text routed by several runs, one above the other, as a standalone SVG."""
+    letter, row, pad = 7.25, 22, 16
+    y, parts = pad, []
+    for ribbon in ribbons:
+        n = len(ribbon.words) - 1
+        title = f"{ribbon.label}: the top expert of layer {layer} changes {ribbon.switches(layer)} times in {n} steps"
+        parts.append(f'<text class="t" x="{pad}" y="{y + 12}">{escape(title)}</text>')
+        x, y = float(pad), y + row
+        for i, word in enumerate(ribbon.words):
+            shown = word.replace("\n", " ") or "·"
+            w = letter * max(len(shown), 1)
+            if x + w > width - pad:
+                x, y = float(pad), y + row
+            expert = int(ribbon.experts[layer, i])
+            colour = PALETTE[expert % len(PALETTE)]
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{row - 4}" fill="{colour}" fill-opacity=".45"/>'
+            )
+            if i and expert != int(ribbon.experts[layer, i - 1]):
+                parts.append(f'<rect x="{x - 0.75:.2f}" y="{y}" width="1.5" height="{row - 4}" fill="#222"/>')
+            parts.append(f'<text xml:space="preserve" x="{x:.1f}" y="{y + 13}">{escape(shown)}</text>')
+            x += w
+        y += row + pad
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" height="{y}">'
+        "<style>text{font:12px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#111}"
+        ".t{font-family:system-ui,'DejaVu Sans',sans-serif;font-size:13px;font-weight:600}</style>"
+        f'<rect width="{width}" height="{y}" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )
