@@ -21,14 +21,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Timing, Work, race, serve, write_record
+from harness import Timing, Work, race, serve
 
 HERE = Path(__file__)
 B = 16
 
 
-def ours(a: argparse.Namespace, *, memory: bool = True, head: bool = True, experts: bool = True, fused: bool = True) -> Work:
-    import torch
+def ours(
+    a: argparse.Namespace, *, memory: bool = True, head: bool = True, experts: bool = True, fused: bool = True
+) -> Work:
 
     from stickymoe.models.moe import Experts
     from stickymoe.runs.config import ModelConfig, RunConfig
@@ -38,9 +39,7 @@ def ours(a: argparse.Namespace, *, memory: bool = True, head: bool = True, exper
 
     if memory:
         keep_freed_memory()
-    config = RunConfig(
-        model=ModelConfig(n_experts=a.experts, seq_len=a.length), variant=variant_class(a.variant)()
-    )
+    config = RunConfig(model=ModelConfig(n_experts=a.experts, seq_len=a.length), variant=variant_class(a.variant)())
     model = build_model(config, a.vocab)
     model.fast = head
     for module in model.modules():
@@ -173,7 +172,9 @@ def race_at(a: argparse.Namespace, names: list[str], *, threads: int) -> list[Ti
 def show(a: argparse.Namespace, timings: list[Timing]) -> None:
     tokens = B * a.length
     for t in timings:
-        print(f"{t.name:14} {tokens / t.median:10,.0f} tok/s  ±{t.spread:5.1%}  {t.median:7.4f} s  peak {t.peak_mb:6.0f} MB")
+        print(
+            f"{t.name:14} {tokens / t.median:10,.0f} tok/s  ±{t.spread:5.1%}  {t.median:7.4f} s  peak {t.peak_mb:6.0f} MB"
+        )
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ import pytest
 
 import stickymoe
 
-HEAVY = ("torch", "numba", "transformers", "accelerate", "altair")
+HEAVY = {"torch", "numba", "transformers", "accelerate", "altair"}
 
 
 def loaded_by(statement: str) -> set[str]:
     """The heavy packages in a fresh interpreter after a statement."""
     code = f"import sys\n{statement}\nprint('loaded:', *({HEAVY} & sys.modules.keys()))"
-    code = code.replace(str(HEAVY), str(set(HEAVY)))
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split()[1:])

@@ -207,6 +207,7 @@ def _variants(argv: list[str]) -> None:
     import dataclasses
 
     from rich.console import Console
+    from rich.markup import escape
 
     from stickymoe.variants import variant_class, variant_names
 
@@ -215,7 +216,7 @@ def _variants(argv: list[str]) -> None:
         cls = variant_class(name)
         defaults = "  ".join(f"--variant.{f.name} {f.default}" for f in dataclasses.fields(cls))
         summary = (cls.__doc__ or "").strip().splitlines()[0]
-        console.print(f"[bold]{name}[/bold]  {summary}", soft_wrap=True)
+        console.print(f"[bold]{name}[/bold]  {escape(summary)}", soft_wrap=True)
         console.print(f"    {cls.equation}\n    {defaults}", markup=False, soft_wrap=True)
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import reference
 from stickymoe import RoutingTrace, anchor_loss, balance_loss, consistency_loss
+from stickymoe.routing import losses
 from strategies import Gates, costly, gates, thorough
 
 windows = st.integers(1, 5)
@@ -75,6 +76,22 @@ def test_gradient_is_that_of_the_paper_in_float64(loss, expected, case, W):
         paper.backward()
     paper_grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     torch.testing.assert_close(gradient(case, loss, W).double(), paper_grad, rtol=1e-3, atol=1e-6)
+
+
+@costly
+@given(gates(), windows)
+def test_loss_by_layer_is_that_of_each_layer(case, W):
+    g, S, mask, doc = case.reference()
+    trace = case.trace()
+    for l in range(len(g)):
+        layer = slice(l, l + 1)
+        by_layer = [
+            (losses.balance_by_layer(trace)[l], reference.balance_loss(g[layer], S[layer], mask, doc)),
+            (losses.consistency_by_layer(trace)[l], reference.consistency_loss(g[layer], mask, doc)),
+            (losses.anchor_by_layer(trace, window=W)[l], reference.anchor_loss(g[layer], mask, doc, W)),
+        ]
+        for value, paper in by_layer:
+            assert value.item() == pytest.approx(paper, rel=1e-4, abs=1e-6)
 
 
 @thorough
@@ -168,6 +185,8 @@ def test_anchor_is_fixed_unless_asked():
     fixed = gradient(case, LOSSES["anchor"][0], 2)[0, 0]
     assert fixed[0].tolist() == [0.0, 0.0]
     assert fixed[1].abs().min() > 0
+    by_layer = gradient(case, lambda trace, W: losses.anchor_by_layer(trace, window=W).mean(), 2)[0, 0]
+    assert torch.equal(by_layer, fixed)
     free = gradient(case, LOSSES["anchor with gradient"][0], 2)[0, 0]
     assert free[0].abs().min() > 0
     assert torch.equal(free[1], fixed[1])

@@ -58,9 +58,7 @@ class TestInterrupted:
         train(small(), out, resume=True, quiet=True)
         same_results(out, finished(small()))
 
-    def test_twice(
-        self, small: Small, finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_twice(self, small: Small, finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         out = tmp_path / "run"
         for step in (1, 6):
             with monkeypatch.context() as patch:
@@ -237,9 +235,7 @@ class TestKilled:
         same_results(out, finished(remoe))
 
     @pytest.mark.parametrize("step", [13, 15, 17])
-    def test_inside_the_second_phase(
-        self, remoe: RunConfig, finished: Finished, tmp_path: Path, step: int
-    ) -> None:
+    def test_inside_the_second_phase(self, remoe: RunConfig, finished: Finished, tmp_path: Path, step: int) -> None:
         out = tmp_path / "run"
 
         def work() -> None:
@@ -274,9 +270,7 @@ class TestDamagedCheckpoint:
         train(small(), stopped, resume=True, checkpoint="step-000003", quiet=True)
         same_results(stopped, finished(small()))
 
-    def test_is_replaced_when_its_step_comes_again(
-        self, small: Small, finished: Finished, tmp_path: Path
-    ) -> None:
+    def test_is_replaced_when_its_step_comes_again(self, small: Small, finished: Finished, tmp_path: Path) -> None:
         """The last one of all, in a run killed before its record: without it, the finished run had no model."""
         out = tmp_path / "run"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Shaped
 
 from stickymoe.errors import DataError
 from stickymoe.locality.table import RouteTable
@@ -30,7 +31,9 @@ def save_table(table: RouteTable, folder: Path) -> None:
     header.unlink(missing_ok=True)
     arrays = {name: getattr(table, name) for name in _ARRAYS if getattr(table, name) is not None}
     for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array)
+        fresh = folder / f".{name}.npy"  # the table may be mapped from the very file it replaces
+        np.save(fresh, array)
+        fresh.replace(folder / f"{name}.npy")
     shapes = {name: list(array.shape) for name, array in arrays.items()}
     fields = {"format": FORMAT, "version": VERSION, "n_experts": table.n_experts, "arrays": shapes}
     header.write_text(json.dumps(fields, indent=1) + "\n")
@@ -50,15 +53,22 @@ def _read_header(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder} holds no route table: header.json cannot be read ({e.strerror}).") from e
     except ValueError as e:
         raise DataError(f"{folder / 'header.json'} is damaged: {e}.") from e
+    path = folder / "header.json"
     if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != VERSION:
-        raise DataError(f"{folder / 'header.json'}: expected format '{FORMAT}' version {VERSION}.")
-    return header
+        raise DataError(f"{path}: expected format '{FORMAT}' version {VERSION}.")
+    fields: dict[str, Any] = header
+    arrays, n_experts = fields.get("arrays"), fields.get("n_experts")
+    if not isinstance(arrays, dict) or not {"S", "mask"} <= set(arrays) <= set(_ARRAYS):
+        raise DataError(f"{path}: got arrays {arrays}, expected S, mask and perhaps {', '.join(_ARRAYS[2:])}.")
+    if type(n_experts) is not int or n_experts < 1:
+        raise DataError(f"{path}: got n_experts {n_experts!r}, expected a whole number ≥ 1.")
+    return fields
 
 
-def _map(path: Path, shape: list[int]) -> np.ndarray[Any, Any]:
+def _map(path: Path, shape: list[int]) -> Shaped[np.ndarray, ...]:
     try:
-        array: np.ndarray[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as e:
+        array: Shaped[np.ndarray, ...] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as e:
         raise DataError(f"{path} is missing or damaged: {e}.") from e
     if list(array.shape) != shape:
         raise DataError(f"{path}: got shape {list(array.shape)}, but the header says {shape}.")

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Integer
 from stickymoe.locality.replay import replay
 from stickymoe.locality.table import RouteTable
 
-NEGLECTED_BELOW = 0.1  # of the uniform share
+NEGLECTED_BELOW = 10  # an expert is neglected below 1/10 of the uniform share
 
 
-def _rate(events: Bool[np.ndarray, "L B T-1"], pairs: Bool[np.ndarray, "B T-1"]) -> Float[np.ndarray, " L"]:
+def _rate(events: Bool[np.ndarray, "L B steps"], pairs: Bool[np.ndarray, "B steps"]) -> Float[np.ndarray, " L"]:
     n = int(pairs.sum())
     if n == 0:
         return np.full(events.shape[0], np.nan)
@@ -54,10 +54,14 @@ def cache_hit_rate_all_by_layer(table: RouteTable, capacity: int) -> Float[np.nd
     return _hit_rate_by_layer(table, capacity, slots=table.top_k)
 
 
+def _uses_by_layer(table: RouteTable) -> Integer[np.ndarray, "L N"]:
+    """How often each expert is among the k of a real token."""
+    return np.stack([np.bincount(layer.ravel(), minlength=table.n_experts) for layer in table.S[:, table.mask]])
+
+
 def utilisation_by_layer(table: RouteTable) -> Float[np.ndarray, "L N"]:
     """Each expert's share of all k slots of the real tokens."""
-    chosen: Integer[np.ndarray, "L real k"] = table.S[:, table.mask]
-    counts = np.stack([np.bincount(layer.ravel(), minlength=table.n_experts) for layer in chosen])
+    counts = _uses_by_layer(table)
     with np.errstate(invalid="ignore"):
         return np.asarray(counts / counts.sum(-1, keepdims=True))
 
@@ -101,4 +105,5 @@ def effective_experts(table: RouteTable) -> float:
 
 def neglected_experts(table: RouteTable) -> int:
     """How many experts, over all layers, get less than a tenth of the uniform share."""
-    return int((utilisation_by_layer(table) < NEGLECTED_BELOW / table.n_experts).sum())
+    uses = _uses_by_layer(table)
+    return int((uses * NEGLECTED_BELOW * table.n_experts < uses.sum(-1, keepdims=True)).sum())  # exact in integers

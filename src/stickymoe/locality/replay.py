@@ -31,7 +31,7 @@ class CacheStats:
 
 
 def replay(
-    requests: Integer[np.ndarray, "sequences steps"] | Integer[np.ndarray, "sequences steps k"],
+    requests: Integer[np.ndarray, ...],  # [sequences, steps] or [sequences, steps, k]
     *,
     capacity: int,
     n_experts: int,

@@ -37,11 +37,19 @@ class RouteTable:
     tokens: Integer[np.ndarray, "B T"] | None = None
 
     def __post_init__(self) -> None:
-        if self.S.size and (int(self.S.max()) >= self.n_experts or int(self.S.min()) < 0):
-            raise DataError(
-                f"The route table names expert {int(self.S.max())}, but there are {self.n_experts} experts "
-                f"(0 … {self.n_experts - 1})."
-            )
+        if not np.issubdtype(self.S.dtype, np.integer):
+            raise DataError(f"The route table's experts are {self.S.dtype}, expected whole numbers.")
+        for name in ("mask", "doc", "phase", "tokens"):
+            array = getattr(self, name)
+            if array is not None and array.shape != self.S.shape[1:3]:
+                raise DataError(f"The route table's {name} is {array.shape}, expected {self.S.shape[1:3]} as in S.")
+        if self.S.size:
+            for extreme in (int(self.S.min()), int(self.S.max())):
+                if not 0 <= extreme < self.n_experts:
+                    raise DataError(
+                        f"The route table names expert {extreme}, but there are {self.n_experts} experts "
+                        f"(0 … {self.n_experts - 1})."
+                    )
 
     @property
     def n_layers(self) -> int:
@@ -52,9 +60,9 @@ class RouteTable:
         return int(self.S.shape[3])
 
     @cached_property
-    def pairs(self) -> Bool[np.ndarray, "B T-1"]:
+    def pairs(self) -> Bool[np.ndarray, "B steps"]:
         """Adjacent tokens that count: both real and in the same document."""
-        both: Bool[np.ndarray, "B T-1"] = self.mask[:, 1:] & self.mask[:, :-1]
+        both: Bool[np.ndarray, "B steps"] = self.mask[:, 1:] & self.mask[:, :-1]
         if self.doc is not None:
             both &= self.doc[:, 1:] == self.doc[:, :-1]
         return both

@@ -210,5 +210,7 @@ def _attention_mask(
     causal = torch.ones(T, P + T, dtype=torch.bool, device=tokens.device).tril(P)
     if doc is None:
         return causal[None, None]
-    before = doc if P == 0 or cache is None or cache.doc is None else torch.cat([cache.doc, doc], dim=1)
-    return (causal & (doc[:, :, None] == before[:, None, :]))[:, None]
+    known = doc if cache is None or cache.doc is None else torch.cat([cache.doc, doc], dim=1)
+    border = F.pad(known[:, 1:] != known[:, :-1], (1, 0))
+    document = border.cumsum(1)  # counted anew: a number that comes back is another document
+    return (causal & (document[:, P:, None] == document[:, None, :]))[:, None]

@@ -70,6 +70,8 @@ def _loss_and_gradients(
     wide = torch.promote_types(h.dtype, torch.float32)
     (n, d), V = h.shape, weight.shape[0]
     counts = targets != IGNORED
+    if bool(((targets < 0) & counts).any()) or bool((targets >= V).any()):
+        raise IndexError(f"targets must be in 0 … {V - 1}, or {IGNORED} to be ignored")
     n_counted = counts.sum()
     scale = counts.to(wide) / n_counted  # the mean, and 0 for rows that do not count
     safe = targets.clamp(min=0)

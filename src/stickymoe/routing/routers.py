@@ -10,7 +10,7 @@ B sequences, T tokens, d width, N experts, k experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -51,12 +51,14 @@ class Routing:
     g_gate: Float[Tensor, "B T N"] | None = None
 
 
+@runtime_checkable
 class Source(Protocol):
     """What the gate reads."""
 
     def __call__(self, x: RouterInput, state: State) -> tuple[Float[Tensor, "B T d"], State]: ...
 
 
+@runtime_checkable
 class Choice(Protocol):
     """How logits become gate probabilities and experts."""
 
@@ -111,7 +113,7 @@ class HardWindow:
         g = (logits + self.beta * recent).softmax(-1)
         return g, top_k_experts(g.detach(), k), {"used": extended[:, -W:]}
 
-    def _recent(self, used: Float[Tensor, "B W+T N"], position: Int[Tensor, "B T"]) -> Bool[Tensor, "B T N"]:
+    def _recent(self, used: Float[Tensor, "B reach N"], position: Int[Tensor, "B T"]) -> Bool[Tensor, "B T N"]:
         """Which experts appear in the W tokens before each token, not reaching beyond its document's start."""
         W, T = self.window, position.shape[1]
         seen = F.pad(used.cumsum(1), (0, 0, 1, 0))  # seen[i] counts uses in used[:i]

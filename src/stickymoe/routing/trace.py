@@ -5,6 +5,7 @@ L layers, B sequences, T tokens, N experts, k experts per token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -59,14 +60,14 @@ class RoutingTrace:
         return cls(g=g, S=top_k_experts(g.detach(), top_k), mask=mask, doc=doc)
 
     @property
-    def pairs(self) -> Bool[Tensor, "B T-1"]:
+    def pairs(self) -> Bool[Tensor, "B steps"]:
         """Adjacent tokens that count: both real and in the same document."""
         both = self.mask[:, 1:] & self.mask[:, :-1]
         return both if self.doc is None else both & (self.doc[:, 1:] == self.doc[:, :-1])
 
     def gate_entropy_by_layer(self) -> Float[Tensor, " L"]:
         """Mean entropy of g over real tokens, in bits: log₂ N means gates that do not decide."""
-        H = -torch.special.xlogy(self.g, self.g).sum(-1) / torch.log(torch.tensor(2.0))
+        H = -torch.special.xlogy(self.g, self.g).sum(-1) / math.log(2)
         return torch.where(self.mask, H, 0.0).sum((1, 2)) / self.mask.sum()
 
     def table(self) -> RouteTable:

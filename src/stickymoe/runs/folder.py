@@ -41,8 +41,15 @@ def run_id(config: RunConfig, data_fingerprint: str) -> str:
         else values
         for section, values in config.as_dict().items()
     }
-    decides = {"config": settings, "data": data_fingerprint, "numerics": NUMERICS_VERSION}
+    decides = {"config": _floats(settings), "data": data_fingerprint, "numerics": NUMERICS_VERSION}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _floats(value: Any) -> Any:
+    """Numbers written alike however they were given: λ=1 is λ=1.0."""
+    if isinstance(value, dict):
+        return {k: _floats(v) for k, v in value.items()}
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def write_atomic(path: Path, text: str) -> None:

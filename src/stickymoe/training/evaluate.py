@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Integer
 
 from stickymoe.data.batches import eval_batches
 from stickymoe.data.tokens import TokenSplit
@@ -27,7 +28,9 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, split: TokenSplit, config: RunConfig, token_bytes: np.ndarray[Any, Any]) -> Evaluation:
+def evaluate(
+    model: GPT, split: TokenSplit, config: RunConfig, token_bytes: Integer[np.ndarray, " vocab"]
+) -> Evaluation:
     """Perplexity, bits per byte and every locality metric of `model` on `split`."""
     T, k = config.model.seq_len, config.model.top_k
     device = model.token_embedding.weight.device
@@ -102,7 +105,7 @@ class _Recorder:
             self.doc[rows] = trace.doc.cpu().numpy()
         self.entropy += (trace.gate_entropy_by_layer().double() * trace.mask.sum()).cpu().numpy()
 
-    def gate_entropy(self) -> np.ndarray[Any, Any]:
+    def gate_entropy(self) -> Float[np.ndarray, " L"]:
         return np.asarray(self.entropy / self.mask.sum())
 
     def table(self) -> RouteTable:

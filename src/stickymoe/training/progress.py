@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -33,7 +32,7 @@ class Display:
         self._task = self._bar.add_task(title, total=steps, completed=done, values="")
         self._title = title
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Display:
         self._bar.start()
         return self
 

@@ -135,7 +135,7 @@ def require_weight(key: str, value: float) -> None:
 
 
 def require_window(key: str, value: int) -> None:
-    require(isinstance(value, int) and value >= 1, f"variant.{key}", value, "a whole number ≥ 1")
+    require(type(value) is int and value >= 1, f"variant.{key}", value, "a whole number ≥ 1")
 
 
 _REGISTRY: dict[str, type[Variant]] = {}

@@ -30,6 +30,8 @@ class ReMoE(Routed):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_weight("lam", self.lam)
+        require_weight("tune_share", self.tune_share)
+        require_weight("tune_lr", self.tune_lr)
         require(0 < self.tune_share <= 1, "variant.tune_share", self.tune_share, "a fraction in (0, 1]")
         require(0 < self.tune_lr < 1, "variant.tune_lr", self.tune_lr, "a learning rate in (0, 1)")
 

@@ -1,0 +1,103 @@
+"""A run's record: the same back from disk, and damage said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stickymoe.errors import RunError
+from stickymoe.runs.config import RunConfig
+from stickymoe.runs.environment import describe_environment
+from stickymoe.runs.record import RunRecord
+
+
+@pytest.fixture
+def record() -> RunRecord:
+    return RunRecord(
+        run_id="0123456789abcdef",
+        status="complete",
+        config=RunConfig().as_dict(),
+        data={"fingerprint": "f", "vocab_size": 300, "tokens": {"train": 10, "valid": 5, "test": 0}},
+        environment={"python": "3.11"},
+        metrics={"ppl": 12.5, "best_ppl": None},
+        per_layer={"switch_rate": [0.5, None]},
+    )
+
+
+@pytest.fixture
+def file(record: RunRecord, tmp_path: Path) -> Path:
+    path = tmp_path / "run" / "record.json"
+    path.parent.mkdir()
+    record.write(path)
+    return path
+
+
+class TestRoundTrip:
+    def test_is_the_same(self, record: RunRecord, file: Path) -> None:
+        assert RunRecord.read(file) == record
+
+    def test_is_the_same_bytes(self, record: RunRecord, file: Path) -> None:
+        before = file.read_bytes()
+        RunRecord.read(file).write(file)
+        assert file.read_bytes() == before
+        assert before.endswith(b"}\n")
+
+    def test_a_number_that_is_none_is_not_written(self, record: RunRecord, file: Path) -> None:
+        before = file.read_bytes()
+        record.metrics["ppl"] = float("nan")
+        with pytest.raises(ValueError, match="JSON compliant"):
+            record.write(file)
+        assert file.read_bytes() == before
+
+
+class TestDamage:
+    @pytest.mark.parametrize(
+        "text",
+        ["", "{", "[]", "null", "{}", '{"schema": 1}', '{"schema": 2}', "not json", "\ufffd"],
+    )
+    def test_is_refused_with_the_files_name(self, file: Path, text: str) -> None:
+        file.write_text(text)
+        with pytest.raises(RunError, match=r"record\.json is damaged") as caught:
+            RunRecord.read(file)
+        assert "\n" not in str(caught.value)
+
+    def test_bytes_that_are_no_text(self, file: Path) -> None:
+        file.write_bytes(b"\xff\xfe\x00{")
+        with pytest.raises(RunError, match=r"record\.json is damaged"):
+            RunRecord.read(file)
+
+    @pytest.mark.parametrize("length", [1, 10, 200, -2])
+    def test_cut_off(self, file: Path, length: int) -> None:
+        file.write_bytes(file.read_bytes()[:length])
+        with pytest.raises(RunError, match=r"record\.json is damaged"):
+            RunRecord.read(file)
+
+    @pytest.mark.parametrize("key", ["run_id", "status", "config", "data", "environment", "schema"])
+    def test_a_key_missing(self, file: Path, key: str) -> None:
+        values = json.loads(file.read_text())
+        del values[key]
+        file.write_text(json.dumps(values))
+        with pytest.raises(RunError, match=r"record\.json is damaged"):
+            RunRecord.read(file)
+
+    @pytest.mark.parametrize("change", [{"extra": 1}, {"schema": 99}, {"schema": "1"}])
+    def test_of_another_version(self, file: Path, change: dict[str, Any]) -> None:
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        with pytest.raises(RunError, match="schema 1"):
+            RunRecord.read(file)
+
+    def test_missing_is_no_run(self, tmp_path: Path) -> None:
+        with pytest.raises(RunError, match=r"nowhere is no run folder: record\.json cannot be read \(No such file"):
+            RunRecord.read(tmp_path / "nowhere" / "record.json")
+
+
+def test_the_environment_is_said_and_fits_a_record(record: RunRecord, tmp_path: Path) -> None:
+    environment = describe_environment()
+    assert environment["python"].startswith("3.")
+    assert environment["packages"]["torch"]
+    assert environment["packages"]["numpy"]
+    assert environment == describe_environment()
+    assert json.loads(json.dumps(environment)) == environment
