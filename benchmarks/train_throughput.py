@@ -1,67 +1,74 @@
 """Training throughput: forward + backward + AdamW on 16×256 tokens, ours beside Hugging Face's Mixtral.
 
-    python benchmarks/train_throughput.py             prints the tables and writes train_throughput.json
+    python benchmarks/train_throughput.py                       every question; writes train_throughput.json
+    python benchmarks/train_throughput.py --only ours,hf-eager --vocab 4096 --threads 2      a quick look
 
-Contestants
+Contestants (each a process of its own, taking turns)
     ours            the model as `stickymoe train` runs it
     plain           the same model on its plain path, memory handed back as glibc does by default
     hf-eager        Mixtral of the same width, depth, experts and parameters, as transformers runs it
     hf-grouped      the same with transformers' grouped matrix product
     floor           the matrix products of our step alone, at their shapes, into memory that is there already
-    -memory, …      ours without one lever
+    without …       ours without one lever
+    with passive    ours with OMP_WAIT_POLICY=passive, threads that sleep instead of spinning
+    experts …       the expert layer alone, forward + backward: rows sorted by expert, the plain loop, a padded batched
+                    product, torch's grouped product
+    terms           forward + backward of consistency and anchor loss on a trace, alone
+    eval, eval bare evaluation with every metric, and perplexity alone
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Timing, Work, race, serve
+from harness import Timing, Work, race, serve, write_record
 
 HERE = Path(__file__)
-B = 16
+B, D, F, K, HEADS, L = 16, 128, 512, 2, 4, 4  # the paper's small model
+
+
+def our_model(a: argparse.Namespace) -> Any:
+    from stickymoe.runs.config import ModelConfig, RunConfig
+    from stickymoe.training.build import build_model
+
+    return build_model(RunConfig(model=ModelConfig(n_experts=a.experts, seq_len=a.length)), a.vocab)
 
 
 def ours(
     a: argparse.Namespace, *, memory: bool = True, head: bool = True, experts: bool = True, fused: bool = True
 ) -> Work:
-
     from stickymoe.models.moe import Experts
-    from stickymoe.runs.config import ModelConfig, RunConfig
-    from stickymoe.training.build import build_model
+    from stickymoe.routing.losses import balance_loss
     from stickymoe.training.memory import keep_freed_memory
-    from stickymoe.variants import variant_class
 
     if memory:
         keep_freed_memory()
-    config = RunConfig(model=ModelConfig(n_experts=a.experts, seq_len=a.length), variant=variant_class(a.variant)())
-    model = build_model(config, a.vocab)
+    model = our_model(a)
     model.fast = head
     for module in model.modules():
         if isinstance(module, Experts):
             module.fast = experts
-    terms = config.variant.terms()
-    return _step(model, a, lambda x, y: _loss(model, terms, x, y), fused=fused)
+
+    def loss(x: Any, y: Any) -> Any:
+        out = model(x, y)
+        return out.loss + 0.01 * balance_loss(out.trace)
+
+    return step(model, a, loss, fused=fused)
 
 
-def _loss(model: Any, terms: Any, x: Any, y: Any) -> Any:
-    from stickymoe.routing.losses import LossContext
-
-    out = model(x, y)
-    return out.loss + sum((t.weight * t.fn(out.trace, LossContext())).mean() for t in terms)
-
-
-def _step(model: Any, a: argparse.Namespace, loss: Callable[[Any, Any], Any], *, fused: bool = True) -> Work:
+def step(model: Any, a: argparse.Namespace, loss: Callable[[Any, Any], Any], *, fused: bool = True) -> Work:
     import torch
 
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, a.vocab, (B, a.length + 1), generator=generator)
+    tokens = torch.randint(0, a.vocab, (B, a.length + 1), generator=torch.Generator().manual_seed(0))
 
     def work() -> None:
         loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
@@ -72,26 +79,27 @@ def _step(model: Any, a: argparse.Namespace, loss: Callable[[Any, Any], Any], *,
 
 
 def huggingface(a: argparse.Namespace, *, grouped: bool) -> Work:
+    """Mixtral with gated experts of width 344: as many parameters as ours with 512."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=a.vocab,
-        hidden_size=128,
+        hidden_size=D,
         intermediate_size=344,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_hidden_layers=L,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
         num_local_experts=a.experts,
-        num_experts_per_tok=2,
+        num_experts_per_tok=K,
         max_position_embeddings=a.length,
         tie_word_embeddings=True,
         use_cache=False,
     )
     model = MixtralForCausalLM(config)
     model.set_experts_implementation("grouped_mm" if grouped else "eager")
-    return _step(model, a, lambda x, y: model(input_ids=x, labels=y, shift_labels=y).loss)
+    return step(model, a, lambda x, y: model(input_ids=x, labels=y, shift_labels=y).loss)
 
 
 def floor(a: argparse.Namespace) -> Work:
@@ -102,8 +110,8 @@ def floor(a: argparse.Namespace) -> Work:
     from stickymoe.training.memory import keep_freed_memory
 
     keep_freed_memory()
-    n, d, f, k, heads, L = B * a.length, 128, 512, 2, 4, 4
-    products = []
+    n = B * a.length
+    products: list[Callable[[], object]] = []
 
     def linear(rows: int, inner: int, outer: int, times: int) -> None:
         x, w, y = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(rows, outer)
@@ -113,17 +121,19 @@ def floor(a: argparse.Namespace) -> Work:
             products.append(lambda: torch.mm(y, w, out=dx))
             products.append(lambda: torch.mm(y.t(), x, out=dw))
 
-    linear(n, d, 3 * d, L)
-    linear(n, d, d, L)
-    linear(n * k // a.experts, d, f, L * a.experts)
-    linear(n * k // a.experts, f, d, L * a.experts)
-    rows = max(CHUNK_ELEMENTS // a.vocab, 1)
-    linear(min(rows, n), d, a.vocab, max(n // rows, 1))
-    q, s = torch.randn(B * heads, a.length, d // heads), torch.empty(B * heads, a.length, a.length)
-    o = torch.empty_like(q)
+    linear(n, D, 3 * D, L)
+    linear(n, D, D, L)
+    linear(n * K // a.experts, D, F, L * a.experts)
+    linear(n * K // a.experts, F, D, L * a.experts)
+    rows = min(max(CHUNK_ELEMENTS // a.vocab, 1), n)
+    linear(rows, D, a.vocab, n // rows)
+    if n % rows:
+        linear(n % rows, D, a.vocab, 1)
+    q = torch.randn(B * HEADS, a.length, D // HEADS)
+    scores, mixed = torch.empty(B * HEADS, a.length, a.length), torch.empty_like(q)
     for _ in range(L * 3):
-        products.append(lambda: torch.bmm(q, q.transpose(1, 2), out=s))
-        products.append(lambda: torch.bmm(s, q, out=o))
+        products.append(lambda: torch.bmm(q, q.transpose(1, 2), out=scores))
+        products.append(lambda: torch.bmm(scores, q, out=mixed))
 
     def work() -> None:
         for product in products:
@@ -132,17 +142,196 @@ def floor(a: argparse.Namespace) -> Work:
     return work
 
 
+def expert_layer(a: argparse.Namespace, way: str) -> Work:
+    import torch
+
+    from stickymoe.models.moe import plain_experts, sorted_experts
+    from stickymoe.training.memory import keep_freed_memory
+
+    keep_freed_memory()
+    torch.manual_seed(0)
+    n, N = B * a.length, a.experts
+    shapes = ((n, D), (n, K), (N, F, D), (N, F), (N, D, F), (N, D))
+    h, w, *weights = (torch.randn(shape).requires_grad_() for shape in shapes)
+    S = torch.rand(n, N).argsort(-1)[:, :K]
+    layers = {
+        "sorted": sorted_experts,
+        "plain": plain_experts,
+        "batched": batched_experts,
+        "grouped": grouped_experts,
+    }
+
+    def work() -> None:
+        torch.autograd.backward(layers[way](h, S, w, *weights).sum())
+
+    return work
+
+
+def batched_experts(h: Any, S: Any, w: Any, up: Any, up_bias: Any, down: Any, down_bias: Any) -> Any:
+    """Rows padded to the busiest expert, one batched product per matrix."""
+    import torch
+    from torch.nn import functional
+
+    (n, d), N, k = h.shape, up.shape[0], S.shape[1]
+    order = S.flatten().argsort(stable=True)
+    counts = S.flatten().bincount(minlength=N)
+    expert = S.flatten()[order]
+    place = torch.arange(n * k) - (counts.cumsum(0) - counts)[expert] + expert * counts.max()
+    x = h.new_zeros(N * int(counts.max()), d).index_copy(0, place, h[order // k]).view(N, -1, d)
+    z = functional.gelu(torch.baddbmm(up_bias[:, None], x, up.transpose(1, 2)))
+    out = torch.baddbmm(down_bias[:, None], z, down.transpose(1, 2)).view(-1, d)[place]
+    return torch.zeros_like(h).index_add(0, order // k, out * w.flatten()[order, None])
+
+
+def grouped_experts(h: Any, S: Any, w: Any, up: Any, up_bias: Any, down: Any, down_bias: Any) -> Any:
+    """torch's grouped product over rows sorted by expert."""
+    import torch
+    from torch.nn import functional
+
+    k = S.shape[1]
+    order = S.flatten().argsort(stable=True)
+    ends = S.flatten().bincount(minlength=up.shape[0]).cumsum(0).to(torch.int32)
+    expert = S.flatten()[order]
+    a = functional.grouped_mm(h[order // k], up.transpose(1, 2), offs=ends) + up_bias[expert]
+    out = functional.grouped_mm(functional.gelu(a), down.transpose(1, 2), offs=ends) + down_bias[expert]
+    return torch.zeros_like(h).index_add(0, order // k, out * w.flatten()[order, None])
+
+
+def terms(a: argparse.Namespace) -> Work:
+    import torch
+
+    from stickymoe import RoutingTrace, anchor_loss, consistency_loss
+
+    logits = torch.randn(L, B, a.length, a.experts)
+    base = RoutingTrace.from_logits(logits, K)
+
+    def work() -> None:
+        trace = RoutingTrace(g=base.g.detach().requires_grad_(), S=base.S, mask=base.mask)
+        (0.1 * consistency_loss(trace) + anchor_loss(trace, window=4)).backward()
+
+    return work
+
+
+def evaluation(a: argparse.Namespace, *, bare: bool) -> Work:
+    import numpy as np
+    import torch
+
+    from stickymoe.data.batches import eval_batches
+    from stickymoe.data.tokens import TokenSplit
+    from stickymoe.runs.config import ModelConfig, RunConfig
+    from stickymoe.training.evaluate import evaluate
+    from stickymoe.training.memory import keep_freed_memory
+
+    keep_freed_memory()
+    model = our_model(a)
+    n = 20 * B * a.length
+    tokens = np.random.default_rng(0).integers(0, a.vocab, n).astype(np.int32)
+    split = TokenSplit(tokens, np.zeros(n, np.int32), (None,), np.zeros(n, np.bool_))
+    config = RunConfig(model=ModelConfig(n_experts=a.experts, seq_len=a.length))
+    if not bare:
+        return lambda: evaluate(model, split, config, np.ones(a.vocab, np.int64))
+
+    @torch.no_grad()
+    def perplexity() -> float:
+        nats = 0.0
+        for batch in eval_batches(split, seq_len=a.length, batch_size=B, documents=False):
+            nats += float(model(batch.tokens, batch.targets).loss) * int((batch.targets != -100).sum())
+        return nats
+
+    return perplexity
+
+
 CONTESTANTS: dict[str, Callable[[argparse.Namespace], Work]] = {
     "ours": ours,
     "plain": lambda a: ours(a, memory=False, head=False, experts=False),
     "hf-eager": lambda a: huggingface(a, grouped=False),
     "hf-grouped": lambda a: huggingface(a, grouped=True),
     "floor": floor,
-    "-memory": lambda a: ours(a, memory=False),
-    "-head": lambda a: ours(a, head=False),
-    "-experts": lambda a: ours(a, experts=False),
-    "-fused AdamW": lambda a: ours(a, fused=False),
+    "without kept memory": lambda a: ours(a, memory=False),
+    "without fused head": lambda a: ours(a, head=False),
+    "without sorted experts": lambda a: ours(a, experts=False),
+    "without fused AdamW": lambda a: ours(a, fused=False),
+    "with passive": ours,
+    "experts sorted": lambda a: expert_layer(a, "sorted"),
+    "experts plain": lambda a: expert_layer(a, "plain"),
+    "experts batched": lambda a: expert_layer(a, "batched"),
+    "experts grouped": lambda a: expert_layer(a, "grouped"),
+    "terms": terms,
+    "eval": lambda a: evaluation(a, bare=False),
+    "eval bare": lambda a: evaluation(a, bare=True),
 }
+RIVALS = ["ours", "plain", "hf-eager", "hf-grouped", "floor"]
+LEVERS = [
+    "ours",
+    "without kept memory",
+    "without fused head",
+    "without sorted experts",
+    "without fused AdamW",
+    "with passive",
+]
+EXPERT_WAYS = ["experts sorted", "experts plain", "experts batched", "experts grouped"]
+
+
+def run(names: list[str], *, threads: int = 2, rounds: int = 7, **sizes: int) -> dict[str, Any]:
+    """Race `names` at the given sizes; print and return the timings with tokens per second."""
+    sizes = {"vocab": 50_257, "length": 256, "experts": 4} | sizes
+    arguments = tuple(part for key, value in sizes.items() for part in (f"--{key}", str(value)))
+    timings = race(HERE, names, threads=threads, rounds=rounds, arguments=arguments)
+    print("\n" + "  ".join(f"{key} {value:,}" for key, value in {**sizes, "threads": threads}.items()))
+    show(timings, sizes["length"])
+    tokens = B * sizes["length"]
+    return {
+        **sizes,
+        "threads": threads,
+        "timings": {t.name: t.as_dict() | {"tokens_per_s": round(tokens / t.median)} for t in timings},
+    }
+
+
+def show(timings: list[Timing], length: int) -> None:
+    for t in timings:
+        speed = f"{B * length / t.median:10,.0f} tok/s"
+        print(f"{t.name:24} {speed}  ±{t.spread:5.1%}  {t.median:8.4f} s  {t.peak_mb:6.0f} MB", flush=True)
+
+
+def two_processes(rounds: int) -> dict[str, Any]:
+    """Tokens per second of one process with two threads, and of two with one thread each at the same time."""
+    together: list[Timing] = []
+    both = [threading.Thread(target=lambda: together.extend(_alone(1, rounds))) for _ in range(2)]
+    one = _alone(2, rounds)[0]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    tokens = B * 256
+    result = {
+        "one process, two threads": round(tokens / one.median),
+        "two processes, one thread each": round(sum(tokens / t.median for t in together)),
+    }
+    print("\n" + "\n".join(f"{name:32} {value:10,} tok/s in all" for name, value in result.items()))
+    return result
+
+
+def _alone(threads: int, rounds: int) -> list[Timing]:
+    arguments = ("--vocab", "4096", "--length", "256", "--experts", "4")
+    return race(HERE, ["ours"], threads=threads, rounds=rounds, arguments=arguments)
+
+
+def everything(out: Path) -> None:
+    results = {
+        "rivals": [run(RIVALS, threads=threads, vocab=vocab) for vocab in (50_257, 4096) for threads in (2, 1)],
+        "levers": [run(LEVERS, vocab=vocab) for vocab in (50_257, 4096)],
+        "experts": [run(EXPERT_WAYS, experts=experts) for experts in (4, 16, 64)],
+        "terms": run(["ours", "terms"], vocab=50_257),
+        "terms, small vocabulary": run(["ours", "terms"], vocab=4096),
+        "evaluation": run(["eval", "eval bare"], vocab=4096, rounds=5),
+        "processes": two_processes(rounds=10),
+        "growth": [
+            *(run(["ours"], vocab=4096, length=length, rounds=5) for length in (128, 256, 512, 1024, 2048)),
+            *(run(["ours"], vocab=4096, experts=experts, rounds=5) for experts in (8, 16, 32, 64)),
+            *(run(["ours"], vocab=vocab, rounds=5) for vocab in (8192, 16384, 32768, 65536, 131072)),
+        ],
+    }
+    write_record(out, results)
 
 
 def main() -> None:
@@ -151,30 +340,20 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=50_257)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--experts", type=int, default=4)
-    parser.add_argument("--variant", default="vanilla")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", help="names of contestants, separated by commas, for a quick look without a record")
-    parser.add_argument("--threads", type=int, default=2, help="with --only")
     parser.add_argument("-o", "--out", type=Path, default=HERE.with_suffix(".json"))
     a = parser.parse_args()
     if a.serve:
+        if a.serve == "with passive":
+            os.environ["OMP_WAIT_POLICY"] = "passive"  # read when torch loads its threads
         serve(lambda: CONTESTANTS[a.serve](a), warm_up=2)
-        return
-    if a.only:
-        show(a, race_at(a, a.only.split(","), threads=a.threads))
-
-
-def race_at(a: argparse.Namespace, names: list[str], *, threads: int) -> list[Timing]:
-    settings = ("--vocab", str(a.vocab), "--length", str(a.length), "--experts", str(a.experts), "--variant", a.variant)
-    return race(HERE, names, threads=threads, rounds=a.rounds, arguments=settings)
-
-
-def show(a: argparse.Namespace, timings: list[Timing]) -> None:
-    tokens = B * a.length
-    for t in timings:
-        print(
-            f"{t.name:14} {tokens / t.median:10,.0f} tok/s  ±{t.spread:5.1%}  {t.median:7.4f} s  peak {t.peak_mb:6.0f} MB"
-        )
+    elif a.only:
+        sizes = {"vocab": a.vocab, "length": a.length, "experts": a.experts}
+        run(a.only.split(","), threads=a.threads, rounds=a.rounds, **sizes)
+    else:
+        everything(a.out)
 
 
 if __name__ == "__main__":

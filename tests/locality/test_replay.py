@@ -218,3 +218,10 @@ def test_replay_refuses_in_one_line(S, settings, says):
 def test_cache_refuses_in_one_line(settings, says):
     with pytest.raises(StickyError, match=rf"\A[^\n]*{says}[^\n]*\Z"):
         Cache(**settings)
+
+
+@pytest.mark.parametrize("name", ["mask", "doc"])
+def test_replay_refuses_a_mask_or_doc_of_another_shape(name):
+    wrong = np.ones((1, 2), np.bool_ if name == "mask" else np.int64)
+    with pytest.raises(StickyError, match=rf"^{name}: got shape \(1, 2\), expected \(1, 3\)"):
+        replay(np.zeros((1, 3), np.int64), capacity=1, n_experts=2, **{name: wrong})

@@ -126,3 +126,18 @@ def test_table_takes_the_smallest_type_that_holds_every_expert(n_experts, dtype)
     table = RoutingTrace.from_logits(logits, 2).table()
     assert table.S.dtype == dtype
     assert table.S.flatten().tolist() == [n_experts - 1, n_experts - 2]
+
+
+def test_nan_at_padding_reaches_no_gradient():
+    """Left padding with nothing to attend to gives NaN in some models."""
+    from stickymoe import anchor_loss, balance_loss, consistency_loss
+
+    logits = torch.randn(2, 1, 5, 3)
+    logits[:, :, 0] = float("nan")
+    logits.requires_grad_()
+    mask = torch.tensor([[False, True, True, True, True]])
+    trace = RoutingTrace.from_logits(logits, 2, mask=mask)
+    (consistency_loss(trace) + anchor_loss(trace, window=2) + balance_loss(trace)).backward()
+    assert logits.grad.isfinite().all()
+    assert (logits.grad[:, :, 0] == 0).all()
+    assert (logits.grad[:, :, 2] != 0).any()

@@ -42,6 +42,7 @@ class Cell:
     failure: str = ""
     started: float = 0.0
     started_step: int = 0
+    not_before: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -103,6 +104,7 @@ def _launch(cells: list[Cell], jobs: int) -> None:
             return
         first = cell.after
         ready = first is None or first.status in ("complete", "failed")
+        ready = ready and time.monotonic() >= cell.not_before
         if cell.status != "waiting" or not ready:
             continue
         cell.process = _start(cell)
@@ -140,6 +142,9 @@ def _collect(cells: list[Cell]) -> None:
         code, cell.process = cell.process.returncode, None
         if code == 0 and _recorded_status(cell) == "complete":
             cell.status = "complete"
+            continue
+        if cell.folder.is_locked():  # another sweep has it: look again later
+            cell.status, cell.not_before = "waiting", time.monotonic() + 2
             continue
         cell.status = "failed"
         cell.failure = said[-1].removeprefix("stickymoe: ") if said else f"ended with code {code}"

@@ -66,7 +66,7 @@ class Cache:
     """
 
     def __init__(self, *, policy: str = "lru", capacity: int) -> None:
-        require(capacity >= 1, "capacity", capacity, "at least one slot")
+        require(type(capacity) is int and capacity >= 1, "capacity", capacity, "a whole number of slots ≥ 1")
         require_policy(policy)
         self.capacity = capacity
         self._policy = POLICIES[policy]()

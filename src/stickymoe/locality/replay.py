@@ -36,8 +36,8 @@ def replay(
     capacity: int,
     n_experts: int,
     policy: str = "lru",
-    mask: Bool[np.ndarray, "sequences steps"] | None = None,
-    doc: Integer[np.ndarray, "sequences steps"] | None = None,
+    mask: Bool[np.ndarray, ...] | None = None,
+    doc: Integer[np.ndarray, ...] | None = None,
 ) -> CacheStats:
     """Hits and misses of one cache, summed over sequences that each start cold.
 
@@ -45,7 +45,7 @@ def replay(
     `doc` changes the cache starts cold again.
     """
     require_policy(policy)
-    require(capacity >= 1, "capacity", capacity, "at least one slot")
+    require(type(capacity) is int and capacity >= 1, "capacity", capacity, "a whole number of slots ≥ 1")
     if requests.ndim not in (2, 3):
         raise DataError(
             f"requests: got {requests.ndim} dimensions, expected [sequences, steps] or [sequences, steps, k]."
@@ -58,6 +58,9 @@ def replay(
     if requests.ndim == 2:
         requests = requests[:, :, None]
     sequences, steps, k = requests.shape
+    for name, array in (("mask", mask), ("doc", doc)):
+        if array is not None and array.shape != (sequences, steps):
+            raise DataError(f"{name}: got shape {array.shape}, expected {(sequences, steps)} as in requests.")
     valid = np.ones((sequences, steps), np.bool_) if mask is None else mask
     cold = np.zeros((sequences, steps), np.bool_)
     cold[:, :1] = True

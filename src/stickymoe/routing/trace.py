@@ -54,9 +54,11 @@ class RoutingTrace:
         """eq:gate. The trace of a standard top-k router, from its raw logits."""
         if not 1 <= top_k <= logits.shape[-1]:
             raise ConfigError(f"top_k: got {top_k}, expected 1 … {logits.shape[-1]} (the number of experts).")
-        g = logits.float().softmax(-1)
         if mask is None:
             mask = torch.ones(logits.shape[1:3], dtype=torch.bool, device=logits.device)
+        else:  # what attention left at padding may be NaN, which would spread to every gradient
+            logits = torch.where(mask[..., None] | logits.isfinite(), logits, 0.0)
+        g = logits.float().softmax(-1)
         return cls(g=g, S=top_k_experts(g.detach(), top_k), mask=mask, doc=doc)
 
     @property

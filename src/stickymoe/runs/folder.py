@@ -94,6 +94,14 @@ class RunFolder:
         finally:
             lock.release()
 
+    def is_locked(self) -> bool:
+        """Whether another process is writing the run now."""
+        try:
+            with self.lock():
+                return False
+        except RunError:
+            return True
+
     def write_config(self, config: RunConfig, path: Path | None = None) -> None:
         write_atomic(path or self.config, yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True))
 

@@ -1,0 +1,95 @@
+"""Grids: which runs make a table."""
+
+from __future__ import annotations
+
+import pytest
+
+from stickymoe.errors import ConfigError
+from stickymoe.experiments.grids import GRIDS, chosen_rows, configs, load_grid
+
+
+def runs_of(grid, seeds=(42,), flags=()):
+    return configs(grid, seeds=list(seeds), flags=list(flags), source="here")
+
+
+@pytest.mark.parametrize("size", ["paper-small", "paper-medium", "cpu-small", "cpu-medium"])
+def test_the_papers_rows_in_its_order_and_the_control(size):
+    labels = [run.variant.label for run in runs_of(load_grid(size))]
+    assert labels == [
+        "vanilla",
+        *(f"soft λ={lam}" for lam in ("0.01", "0.05", "0.1", "0.2", "0.5")),
+        *(f"hard_window W={W} β=10" for W in (2, 4, 8)),
+        *(f"soft_hard λ=0.1 α={alpha} W=4" for alpha in ("0.05", "0.1", "0.5", "1")),
+        "remoe λ=0.1",
+        "oracle",
+        "dense",
+    ]
+
+
+def test_ablations_are_those_the_paper_lacks():
+    labels = [run.variant.label for run in runs_of(load_grid("ablations"))]
+    assert "soft λ=0.5 gate only" in labels
+    assert "soft μ=0 λ=0.5" in labels
+    assert "soft_hard λ=0 α=1 W=4" in labels
+    quarter = [run for run in runs_of(load_grid("ablations")) if run.data.fraction == 0.25]
+    assert {run.variant.name for run in quarter} == {"vanilla", "soft"}
+
+
+def test_every_seed_and_flags_over_all_rows():
+    runs = runs_of(load_grid("demo"), seeds=(1, 2), flags=["--train.steps", "7"])
+    assert len(runs) == 2 * len(GRIDS["demo"]["rows"])
+    assert {run.train.steps for run in runs} == {7}
+    assert [run.seed for run in runs] == [1] * 7 + [2] * 7
+
+
+def test_a_yaml_grid_merges_common_settings_with_the_rows(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "preset: tiny\ntrain: {steps: 9, warmup: 1}\nrows:\n"
+        "  - variant: vanilla\n"
+        "  - variant: {name: soft, lam: 0.3}\n    train: {steps: 5}\n"
+    )
+    first, second = runs_of(load_grid(str(file)))
+    assert (first.variant.label, first.train.steps, first.train.warmup) == ("vanilla", 9, 1)
+    assert (second.variant.label, second.train.steps, second.train.warmup) == ("soft λ=0.3", 5, 1)
+    assert first.model.d_model == 32
+
+
+def test_an_unknown_grid_names_near_ones():
+    with pytest.raises(ConfigError, match=r"^Unknown grid 'cpu-smal'. Did you mean 'cpu-small'"):
+        load_grid("cpu-smal")
+
+
+@pytest.mark.parametrize("text", ["", "preset: tiny\n", "rows: 3\n", "rows: []\n", "rows: [soft]\n"])
+def test_a_yaml_without_rows_is_refused(tmp_path, text):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"mine.yaml: expected 'rows:'"):
+        load_grid(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rows:\n  - variant: sfot\n", "Unknown variant 'sfot'. Did you mean 'soft'"),
+        ("rows:\n  - variant: {name: soft, lamda: 1}\n", r"lamda.*row 1 of here"),
+        ("rows:\n  - variant: soft\n  - train: {stepz: 3}\n", r"stepz.*row 2 of here"),
+        ("rows:\n  - train: {steps: many}\n", r"train.steps: got 'many', expected int"),
+        ("presett: tiny\nrows:\n  - variant: soft\n", "presett"),
+    ],
+)
+def test_a_typo_in_a_yaml_grid_is_named(tmp_path, text, message):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as refused:
+        runs_of(load_grid(str(file)))
+    assert "\n" not in str(refused.value)
+
+
+def test_rows_can_be_chosen_by_name_label_or_key():
+    runs = runs_of(load_grid("cpu-small"))
+    assert len(chosen_rows(runs, "soft")) == 5
+    assert [run.variant.label for run in chosen_rows(runs, "soft λ=0.1, dense")] == ["soft λ=0.1", "dense"]
+    assert [run.variant.label for run in chosen_rows(runs, "soft-lam0.5")] == ["soft λ=0.5"]
+    with pytest.raises(ConfigError, match="Unknown row 'dens'. Did you mean 'dense'"):
+        chosen_rows(runs, "dens")

@@ -1,0 +1,94 @@
+"""Sweeps: runs side by side, skipped when done, resumed when broken, failed when they fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from stickymoe.cli import main
+from stickymoe.experiments.grids import configs
+from stickymoe.experiments.sweep import plan, sweep
+from stickymoe.runs.record import RunRecord
+from stickymoe.training.loop import train
+
+SHORT = {"steps": 6, "warmup": 1, "eval_every": 3, "checkpoint_every": 2, "log_every": 1}
+
+
+@pytest.fixture
+def grid(corpus):
+    return {
+        "preset": "tiny",
+        "data": {"path": str(corpus), "vocab_size": 300},
+        "model": {"d_model": 16, "d_ff": 16, "seq_len": 16},
+        "train": SHORT,
+    }
+
+
+def cells_of(grid, out, *variants, seeds=(42,), **row):
+    rows = [{"variant": variant, **row} for variant in variants]
+    return plan(configs({**grid, "rows": rows}, seeds=list(seeds), flags=[], source="test"), out)
+
+
+def test_every_run_is_carried_out_once(grid, tmp_path):
+    cells = sweep(cells_of(grid, tmp_path, "vanilla", "soft", seeds=(1, 2)), jobs=2)
+    assert [cell.status for cell in cells] == ["complete"] * 4
+    written = {cell.run_id: cell.folder.record.stat().st_mtime_ns for cell in cells}
+    again = sweep(cells_of(grid, tmp_path, "vanilla", "soft", seeds=(1, 2)), jobs=2)
+    assert {cell.run_id: cell.folder.record.stat().st_mtime_ns for cell in again} == written
+
+
+def test_a_run_of_a_sweep_is_the_run_by_itself(grid, tmp_path):
+    (cell,) = sweep(cells_of(grid, tmp_path / "sweep", "soft"), jobs=1)
+    train(cell.config, tmp_path / "alone", quiet=True)
+    assert (tmp_path / "alone" / "metrics.jsonl").read_bytes() == cell.folder.metrics.read_bytes()
+    assert (tmp_path / "alone" / "record.json").read_bytes() == cell.folder.record.read_bytes()
+
+
+def test_remoe_begins_where_vanilla_ended_and_ends_as_if_it_had_not(grid, tmp_path):
+    vanilla, remoe = sweep(cells_of(grid, tmp_path / "sweep", "vanilla", "remoe"), jobs=2)
+    assert remoe.after is vanilla
+    assert [cell.status for cell in (vanilla, remoe)] == ["complete"] * 2
+    assert len(remoe.folder.timings.read_text().splitlines()) == 1  # its own steps alone
+    train(remoe.config, tmp_path / "whole", quiet=True)
+    assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == remoe.folder.metrics.read_bytes()
+    assert (tmp_path / "whole" / "record.json").read_bytes() == remoe.folder.record.read_bytes()
+
+
+def test_a_failing_run_is_recorded_and_the_rest_go_on(grid, tmp_path):
+    bad = cells_of(grid, tmp_path, "soft", train={**SHORT, "lr": 1e30, "clip": 1e30})
+    cells = sweep([*bad, *cells_of(grid, tmp_path, "vanilla")], jobs=1)
+    assert [cell.status for cell in cells] == ["failed", "complete"]
+    record = RunRecord.read(bad[0].folder.record)
+    assert record.status == "failed"
+    assert "at step" in record.failure
+    assert record.metrics == {}
+
+
+def test_two_sweeps_on_one_folder_leave_each_run_whole(grid, tmp_path, corpus):
+    file = tmp_path / "grid.yaml"
+    import yaml
+
+    file.write_text(yaml.safe_dump({**grid, "rows": [{"variant": "vanilla"}, {"variant": "soft"}]}))
+    command = [sys.executable, "-m", "stickymoe.cli", "sweep", str(file), "--out", str(tmp_path / "out"), "--jobs", "1"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    for process in both:
+        process.communicate(timeout=120)
+    cells = cells_of(grid, tmp_path / "out", "vanilla", "soft")
+    assert all(RunRecord.read(cell.folder.record).status == "complete" for cell in sweep(cells, jobs=2))
+    train(cells[0].config, tmp_path / "alone", quiet=True)
+    assert (tmp_path / "alone" / "metrics.jsonl").read_bytes() == cells[0].folder.metrics.read_bytes()
+
+
+def test_dry_run_lists_and_does_nothing(tmp_path, corpus, capsys):
+    flags = ["--data.path", str(corpus), "--data.vocab_size", "300", "--out", str(tmp_path / "out"), "--dry_run"]
+    assert main(["sweep", "cpu-small", "--seeds", "42,43", *flags]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 32
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arguments", [["cpu-smal"], ["demo", "--seeds", "a"], ["demo", "--jobs", "0"], []])
+def test_bad_input_is_one_line_and_exit_code_2(arguments, capsys):
+    assert main(["sweep", *arguments]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
