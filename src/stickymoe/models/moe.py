@@ -83,10 +83,10 @@ class _SortedExperts(torch.autograd.Function):
     ) -> Tensor:
         (n, d), k, (N, f, _) = h.shape, S.shape[1], up.shape
         order = S.flatten().argsort(stable=True)  # sorted row → token · k + slot
-        place = torch.empty_like(order)
-        place[order] = torch.arange(n * k, device=h.device)  # its inverse
+        token = order // k
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=h.device)).view(n, k)  # inverse
         counts = S.flatten().bincount(minlength=N).tolist()
-        x = h[order // k]
+        x = h.index_select(0, token)
         a = h.new_empty(n * k, f)
         out = h.new_empty(n * k, d)
         for i, rows in _groups(counts):
@@ -94,18 +94,20 @@ class _SortedExperts(torch.autograd.Function):
         z = F.gelu(a)
         for i, rows in _groups(counts):
             torch.addmm(down_bias[i], z[rows], down[i].t(), out=out[rows])
-        by_token = out[place].view(n, k, d)
-        ctx.save_for_backward(x, a, z, by_token, w, order, place, up, down)
+        ctx.save_for_backward(x, a, z, out, w, order, token, place, up, down)
         ctx.counts = counts
-        return torch.bmm(w[:, None], by_token).view(n, d)
+        y = torch.zeros_like(h)
+        for slot in range(k):
+            y.addcmul_(out.index_select(0, place[:, slot]), w[:, slot, None])
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, a, z, by_token, w, order, place, up, down = ctx.saved_tensors
-        (n, k), d = w.shape, dy.shape[1]
-        dw = torch.bmm(by_token, dy[:, :, None]).view(n, k)
-        dout = dy[order // k] * w.flatten()[order, None]
+        x, a, z, out, w, order, token, place, up, down = ctx.saved_tensors
+        k = w.shape[1]
+        dw = torch.stack([(out.index_select(0, place[:, slot]) * dy).sum(1) for slot in range(k)], dim=1)
+        dout = dy.index_select(0, token).mul_(w.flatten().index_select(0, order)[:, None])
         dz, dx = torch.empty_like(a), torch.empty_like(x)
         dup, dup_bias = torch.empty_like(up), up.new_empty(up.shape[:2])
         ddown, ddown_bias = torch.empty_like(down), down.new_empty(down.shape[:2])
@@ -118,7 +120,9 @@ class _SortedExperts(torch.autograd.Function):
             torch.mm(da[rows].t(), x[rows], out=dup[i])
             torch.sum(da[rows], 0, out=dup_bias[i])
             torch.mm(da[rows], up[i], out=dx[rows])
-        dh = dx[place].view(n, k, d).sum(1)
+        dh = dx.index_select(0, place[:, 0])
+        for slot in range(1, k):
+            dh += dx.index_select(0, place[:, slot])
         return dh, None, dw, dup, dup_bias, ddown, ddown_bias
 
 
