@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -57,7 +58,7 @@ def _train(argv: list[str]) -> None:
     options = parser.add_argument_group("run")
     options.add_argument("-h", "--help", action="store_true", help="show this help and exit")
     options.add_argument("--preset", metavar="NAME", help=f"settings to start from: {', '.join(PRESETS)}")
-    options.add_argument("--variant", metavar="NAME", help="what to train; see stickymoe variants")
+    options.add_argument("--variant", "--variant.name", metavar="NAME", help="what to train; see stickymoe variants")
     options.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, over the preset's")
     options.add_argument("--out", type=Path, metavar="DIR", help="run folder (default runs/LABEL-ID)")
     options.add_argument("--resume", action="store_true", help="go on with an unfinished run in --out")
@@ -87,13 +88,15 @@ def _train(argv: list[str]) -> None:
         first_phase=args.first_phase,
         quiet=args.quiet,
     )
-    _print_result(record, out)
+    if os.environ.get("RANK", "0") == "0":
+        _print_result(record, out)
 
 
 def _train_config(args: argparse.Namespace, flags: list[str]) -> RunConfig:
     """Flags over --config over --preset; a bare `--resume --out DIR` takes the folder's own config."""
     from stickymoe.errors import RunError
-    from stickymoe.runs.settings import read_config
+    from stickymoe.runs.record import RunRecord
+    from stickymoe.runs.settings import config_from, read_config
 
     file = args.config
     if args.checkpoint and not args.resume:
@@ -103,7 +106,9 @@ def _train_config(args: argparse.Namespace, flags: list[str]) -> RunConfig:
             raise StickyError("--resume needs the run folder: add --out DIR.")
         file = args.out / "config.yaml"
         if not file.exists():
-            raise RunError(f"There is no run to resume in {args.out}.")
+            if not (args.out / "record.json").exists():
+                raise RunError(f"There is no run to resume in {args.out}: start one without --resume.")
+            return config_from(RunRecord.read(args.out / "record.json").config, flags)  # killed between the two
     return read_config(flags, preset=args.preset, variant=args.variant, file=file)
 
 
@@ -250,7 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except StickyError as e:
         if debug:
-            raise
+            traceback.print_exc()
+            return 2
         print(f"stickymoe: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -41,7 +41,7 @@ class RunRecord:
         except OSError as e:
             raise RunError(f"{path.parent} is no run folder: {path.name} cannot be read ({e.strerror}).") from e
         except ValueError as e:
-            raise RunError(f"{path} is damaged: {e}.") from e
+            raise RunError(f"{path} is damaged: {e}. Start the run again in a new folder.") from e
         known = {f.name for f in dataclasses.fields(cls)}
         if not isinstance(values, dict) or values.get("schema") != SCHEMA or not set(values) <= known:
             raise RunError(f"{path} is damaged or of another version: expected a run record with schema {SCHEMA}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from argparse import ArgumentError
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from stickymoe.errors import ConfigError, unknown
+from stickymoe.errors import ConfigError
 from stickymoe.runs.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from stickymoe.runs.presets import preset as preset_settings
 from stickymoe.variants import variant_class
@@ -43,6 +44,7 @@ def config_from(settings: dict[str, Any], flags: list[str] | None = None, source
     settings = dict(settings)
     if isinstance(settings.get("variant"), str):
         settings["variant"] = {"name": settings["variant"]}
+    _require_sections(settings, source)
     parser = config_parser(_variant_in(settings), settings.pop("preset", None))
     try:
         if settings:
@@ -52,6 +54,18 @@ def config_from(settings: dict[str, Any], flags: list[str] | None = None, source
         raise ConfigError(_one_line(str(e), parser, source)) from None
     values: dict[str, Any] = parsed.as_dict()
     return RunConfig.from_dict(values)
+
+
+def _require_sections(settings: dict[str, Any], source: str) -> None:
+    """Sections are mappings, a preset is a name, and nothing but a path or cache folder may be null."""
+    for key, value in settings.items():
+        if key in (*_SECTIONS, "variant") and not isinstance(value, dict):
+            raise ConfigError(f"{key}: got {value!r}, expected settings such as '{key}: {{name: value}}'.{source}")
+        if key in ("preset", "seed") and (value is None or (key == "preset" and not isinstance(value, str))):
+            raise ConfigError(f"{key}: got {value!r}, expected {'a name' if key == 'preset' else 'int'}.{source}")
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            if inner is None and (key, name) not in (("data", "path"), ("data", "cache_dir")):
+                raise ConfigError(f"{key}.{name}: got null, expected a value.{source}")
 
 
 def _variant_in(settings: dict[str, Any]) -> str:
@@ -98,12 +112,33 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _one_line(message: str, parser: ArgumentParser, source: str) -> str:
     """Say in our own words what the parser objected to."""
     text = " ".join(message.split())
-    known = [a.option_strings[-1] for a in parser._actions if a.option_strings]
+    known = [a.option_strings[-1] for a in parser._actions if a.option_strings and "." in a.option_strings[-1]]
     if m := re.search(r"unrecognized arguments: (\S+)", text):
-        return unknown("setting", m[1].partition("=")[0], known)
-    if m := re.search(r"""(?:Key|key|option|Option) ["'](\S+?)["'] is not (?:expected|accepted)""", text):
-        return unknown("setting", m[1], [k.removeprefix("--") for k in known]) + source
-    if m := re.search(r'Parser key "([^"]+)": (?:.*?)Expected an? (.+?)\. Got value: (.+)', text):
-        expected = re.sub(r"<class '(\w+)'>", r"\1", m[2])
-        return f"{m[1]}: got {m[3]!r}, expected {expected}.{source}"
+        return _unknown_setting(m[1].partition("=")[0], known)
+    if m := re.search(r"Group '(\w+)' does not accept (?:option|nested key) '(\S+?)'", text):
+        return _unknown_setting(f"{m[1]}.{m[2]}", [k.removeprefix("--") for k in known]) + source
+    if m := re.search(r"""(?:[Kk]ey|[Oo]ption) ["'](\S+?)["'] is not (?:expected|accepted)""", text):
+        return _unknown_setting(m[1], [k.removeprefix("--") for k in known]) + source
+    if m := re.search(r'Parser key "([^"]+)":', text):
+        if m[1] in (*_SECTIONS, "variant"):
+            return f"--{m[1]} takes a YAML file of its settings; a single one is set with --{m[1]}.NAME VALUE."
+        given = re.search(r"(?:Got value|value): (.+?)(?: -|$)", text)
+        return f"{m[1]}: got {given[1] if given else ''!r}, expected {_expected(parser, m[1])}.{source}"
     return text + source
+
+
+def _unknown_setting(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    hint = f"Did you mean {' or '.join(repr(n) for n in near)}?" if near else "See stickymoe train --help."
+    return f"Unknown setting '{name}'. {hint}"
+
+
+def _expected(parser: ArgumentParser, key: str) -> str:
+    """The type of a setting in a reader's words."""
+    for action in parser._actions:
+        if action.dest == key:
+            name = str(getattr(action, "_typehint", None) or getattr(action, "type", None) or "another value")
+            if choices := re.findall(r"'([^']+)'", name.removeprefix("<class ").removesuffix(">")):
+                return " or ".join(choices)
+            return name
+    return "another value"

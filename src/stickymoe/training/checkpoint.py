@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from stickymoe.errors import RunError
 
 SCHEMA = 1
 KEEP = 2
+_FILES = {"model.safetensors", "optimiser.safetensors"}
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,24 @@ def checkpoint_name(step: int) -> str:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first. A save that was cut off leaves only a hidden folder."""
-    return sorted(p for p in folder.glob("step-*") if p.is_dir())
+    return sorted((p for p in folder.glob("step-*") if p.is_dir()), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def drop_later_checkpoints(folder: Path, step: int) -> None:
+    """Forget checkpoints after `step`: training goes on from there, and they would be taken up instead."""
+    for path in checkpoints_in(folder):
+        if _step_of(path) > step:
+            shutil.rmtree(path)
 
 
 def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimiser: torch.optim.Optimizer) -> Path:
     """Write a checkpoint beside the earlier ones, then drop all but the newest few."""
     final = folder / checkpoint_name(progress.step)
-    if final.exists():
+    if final.exists() and checkpoint_damage(final) is None:
         return final
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(".step-*"):  # of a save that was killed
@@ -60,14 +73,18 @@ def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimise
         save_file(_optimiser_tensors(model, optimiser), temporary / "optimiser.safetensors")
         sums = {p.name: _checksum(p) for p in sorted(temporary.glob("*.safetensors"))}
         state = {"schema": SCHEMA, **asdict(progress), "sha256": sums}
+        state["checksum"] = _state_checksum(state)
         (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
         _sync(temporary)
+        if final.exists():
+            shutil.rmtree(final)  # damaged
         temporary.rename(final)
-    except OSError as e:
+    except (OSError, SafetensorError) as e:
         shutil.rmtree(temporary, ignore_errors=True)
         kept = checkpoints_in(folder)
         which = f"{kept[-1].name} is intact" if kept else "there is no earlier one"
-        raise RunError(f"Checkpoint {final} could not be saved ({e.strerror or e}); {which}.") from e
+        reason = getattr(e, "strerror", None) or e
+        raise RunError(f"Checkpoint {final} could not be saved ({reason}); {which}.") from e
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -90,7 +107,7 @@ def find_checkpoint(folder: Path, name: str | None = None) -> Path | None:
         return None
     damage = checkpoint_damage(chosen)
     if damage is not None:
-        good = [p for p in found if p < chosen and checkpoint_damage(p) is None]
+        good = [p for p in found if _step_of(p) < _step_of(chosen) and checkpoint_damage(p) is None]
         offer = (
             f"The previous good one is {good[-1].name}: add --checkpoint {good[-1].name} to go on from it"
             if good
@@ -106,6 +123,8 @@ def checkpoint_damage(path: Path) -> str | None:
         state = json.loads((path / "state.json").read_text())
         if state["schema"] != SCHEMA:
             return f"state.json: got schema {state['schema']}, expected {SCHEMA}"
+        if state["checksum"] != _state_checksum(state) or set(state["sha256"]) != _FILES:
+            return "state.json: its checksum differs"
         for name, expected in state["sha256"].items():
             if _checksum(path / name) != expected:
                 return f"{name}: its checksum differs"
@@ -147,6 +166,11 @@ def _optimiser_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> di
         state: dict[str, Any] = optimiser.state.get(parameter, {})
         tensors |= {f"{key}/{name}": value for key, value in state.items()}
     return tensors
+
+
+def _state_checksum(state: dict[str, Any]) -> str:
+    content = {key: value for key, value in state.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _checksum(path: Path) -> str:

@@ -20,8 +20,12 @@ from stickymoe.runs.config import RunConfig
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`metrics` and `per_layer` are JSON-ready: what is not a number is None. No table for the dense control."""
+    """`metrics` and `per_layer` are JSON-ready: what is not a number is None. No table for the dense control.
 
+    `nats` is the mean loss, whatever it is.
+    """
+
+    nats: float
     metrics: dict[str, Any]
     per_layer: dict[str, list[float | None]]
     table: RouteTable | None
@@ -55,11 +59,11 @@ def evaluate(
 
     values: dict[str, Any] = {
         "ppl": math.exp(nats / n_targets) if nats / n_targets < 700 else None,
-        "bits_per_byte": nats / math.log(2) / n_bytes,
+        "bits_per_byte": _number(nats / math.log(2) / n_bytes),
         "targets": n_targets,
     }
     if recorder is None:
-        return Evaluation(values, {}, None)
+        return Evaluation(nats / n_targets, values, {}, None)
     table = recorder.table()
     gate_entropy = recorder.gate_entropy()
     per_layer = {
@@ -78,6 +82,7 @@ def evaluate(
     utilisation = m.utilisation_by_layer(table)
     shares = {f"utilisation_{i}": utilisation[:, i] for i in range(utilisation.shape[1])}
     return Evaluation(
+        nats=nats / n_targets,
         metrics=values,
         per_layer={name: [_number(x) for x in layers] for name, layers in (per_layer | shares).items()},
         table=table,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import signal
 import threading
 import time
@@ -19,11 +20,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from stickymoe.data.batches import TrainBatches
+from stickymoe.data.batches import Batch, TrainBatches
 from stickymoe.data.tokens import TokenData, load_tokens
-from stickymoe.errors import ConfigError, DivergedError, InterruptedRunError, RunError
+from stickymoe.errors import ConfigError, DataError, DivergedError, InterruptedRunError, RunError, StickyError
 from stickymoe.locality.formats import save_table
 from stickymoe.routing.losses import LossContext, expert_load
 from stickymoe.routing.trace import RoutingTrace
@@ -34,6 +36,7 @@ from stickymoe.runs.record import RunRecord
 from stickymoe.training.build import build_model
 from stickymoe.training.checkpoint import (
     Progress,
+    drop_later_checkpoints,
     find_checkpoint,
     load_model,
     load_optimiser,
@@ -100,8 +103,18 @@ def train(
             "processes": accelerator.num_processes,
         },
     )
-    with folder.lock() if accelerator.is_main_process else contextlib.nullcontext():
-        earlier = _earlier_run(folder, record, resume)
+    with contextlib.ExitStack() as held:
+        earlier: RunRecord | None = None
+        refusal: StickyError | None = None
+        if accelerator.is_main_process:
+            try:
+                held.enter_context(folder.lock())
+                earlier = _earlier_run(folder, record, resume)
+            except StickyError as e:
+                refusal = e
+        earlier, refusal = broadcast_object_list([earlier, refusal])  # all processes go the main one's way
+        if refusal is not None:
+            raise refusal
         if earlier is not None and earlier.status == "complete":
             return earlier
         run = _Run(config, data, folder, record, accelerator, quiet)
@@ -167,6 +180,8 @@ class _Run:
             seed=config.seed,
             documents=config.data.documents,
         )
+        if len(data.valid.tokens) < 2:
+            raise DataError(f"The validation text has {len(data.valid.tokens)} tokens, expected at least 2.")
         self.model = build_model(config, data.vocab_size).to(accelerator.device)
         self.progress = Progress(step=0)
 
@@ -176,6 +191,8 @@ class _Run:
             load_model(start, self.model)
             self.progress = read_progress(start)
         if self.accelerator.is_main_process:
+            if checkpoint is not None:
+                drop_later_checkpoints(self.folder.checkpoints, self.progress.step)
             self.record.write(self.folder.record)
             self.folder.write_config(self.config)
             self.data.tokenizer.save(str(self.folder.tokenizer))
@@ -184,16 +201,20 @@ class _Run:
             self._take_over(RunFolder(first_phase))
         try:
             with _stop_request() as stop:
-                last = None
-                for span in spans(self.config):
-                    if self.progress.step < span.last:
-                        last = self._run_phase(span, start, stop)
-            return self._finish(last or self._evaluate(log=False))  # killed after the last checkpoint
+                ahead = [span for span in spans(self.config) if self.progress.step < span.last]
+                for span in ahead:
+                    last = self._run_phase(span, start, stop)
+            if not ahead:  # killed after the last checkpoint
+                last = self._evaluate(log=False)
+            return self._finish(last)
         except InterruptedRunError:
             self._write(replace(self.record, status="interrupted"))
             raise
         except Exception as e:
-            self._write(replace(self.record, status="failed", failure=str(e) or type(e).__name__))
+            with contextlib.suppress(OSError):  # a full disk may be what failed
+                self._write(replace(self.record, status="failed", failure=str(e) or type(e).__name__))
+            if isinstance(e, OSError):
+                raise RunError(f"{self.folder.path} could not be written ({e.strerror or e}).") from e
             raise
 
     def _take_over(self, first: RunFolder) -> None:
@@ -252,13 +273,14 @@ class _Run:
                 if step % config.eval_every == 0 or step == total:
                     with clock.paused():
                         evaluation = self._evaluate()
-                if step % config.checkpoint_every == 0 or step == span.last or stop.is_set():
+                stopping = self._agree(stop.is_set())
+                if step % config.checkpoint_every == 0 or step == span.last or stopping:
                     with clock.paused():
                         self._save(optimiser)
-                if stop.is_set() and step < total:
+                if stopping and step < total:
                     raise InterruptedRunError(
                         f"Stopped at step {step} of {total}, saved. "
-                        f"Go on with: stickymoe train --resume --out {self.folder.path}"
+                        f"Go on with: stickymoe train --resume --out {shlex.quote(str(self.folder.path))}"
                     )
         accelerator.free_memory(model, prepared)
         return evaluation if self.progress.step == total else None
@@ -266,13 +288,14 @@ class _Run:
     def _step(self, model: nn.Module, optimiser: torch.optim.Optimizer, phase: Phase, step: int) -> dict[str, float]:
         """eq:total_loss, eq:total_loss_softhard, eq:base. One update from L = L_CE + Σ weight · term."""
         accelerator, accumulate = self.accelerator, self.config.train.accumulate
+        world = accelerator.num_processes
+        batches = [
+            self.batches.batch(step, part=micro * world + accelerator.process_index, parts=accumulate * world)
+            for micro in range(accumulate)
+        ]
+        shares = self._shares(batches)
         sums: dict[str, Tensor] = {}
-        for micro in range(accumulate):
-            batch = self.batches.batch(
-                step,
-                part=micro * accelerator.num_processes + accelerator.process_index,
-                parts=accumulate * accelerator.num_processes,
-            )
+        for micro, (batch, share) in enumerate(zip(batches, shares, strict=True)):
             tokens, targets = batch.tokens.to(accelerator.device), batch.targets.to(accelerator.device)
             doc = None if batch.doc is None else batch.doc.to(accelerator.device)
             last = micro == accumulate - 1
@@ -287,20 +310,35 @@ class _Run:
                         loss = loss + (term.weight * value).mean()
                         parts[term.symbol] = value.mean()
                     parts["switch_rate"] = _switch_rate(out.trace)
-                accelerator.backward(loss / accumulate)
+                accelerator.backward(loss * share)
             for name, value in {"loss": loss, **parts}.items():
-                sums[name] = sums.get(name, 0.0) + value.detach() / accumulate
+                sums[name] = sums.get(name, 0.0) + value.detach() * share
         means = accelerator.reduce(sums, reduction="mean")
         values = {name: float(value) for name, value in means.items()}
         if not math.isfinite(values["loss"]):
-            raise DivergedError(
-                f"The loss became {values['loss']} at step {step + 1}; checkpoints up to here are kept. "
-                "Lower train.lr or the loss weights."
-            )
-        norm = accelerator.clip_grad_norm_(model.parameters(), self.config.train.clip)
+            raise _diverged("loss", values["loss"], step + 1)
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), self.config.train.clip))
+        if not math.isfinite(norm):
+            raise _diverged("gradient", norm, step + 1)
         optimiser.step()
         optimiser.zero_grad()
-        return values | {"grad_norm": float(norm)}
+        return values | {"grad_norm": norm}
+
+    def _shares(self, batches: list[Batch]) -> list[float]:
+        """The weight of each micro-batch, so that every target of the step counts alike.
+
+        They sum to 1 over all processes' micro-batches, times the number of processes, by which gradients are averaged.
+        """
+        counts = torch.tensor([int((batch.targets != -100).sum()) for batch in batches])
+        total = int(self.accelerator.reduce(counts.sum().to(self.accelerator.device), reduction="sum"))
+        return [int(n) * self.accelerator.num_processes / total for n in counts]
+
+    def _agree(self, stop: bool) -> bool:
+        """Whether any process was asked to stop."""
+        if self.accelerator.num_processes == 1:
+            return stop
+        asked = torch.tensor(float(stop), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(asked, reduction="sum") > 0)
 
     def _context(self, trace: RoutingTrace) -> LossContext:
         """f of the whole batch, so that L_bal over several processes is the one over all their tokens."""
@@ -314,6 +352,8 @@ class _Run:
         if self.accelerator.is_main_process:
             with self.accelerator.autocast():
                 evaluation = evaluate(self.model, self.data.valid, self.config, self.data.token_bytes)
+            if not math.isfinite(evaluation.nats):
+                raise _diverged("validation loss", evaluation.nats, self.progress.step)
             if log:
                 self._log({"step": self.progress.step, "valid": evaluation.metrics})
             self._note_best(evaluation.metrics["ppl"], self.progress.step)
@@ -359,6 +399,13 @@ class _Run:
         else:
             with Display(title, total, self.progress.step) as display:
                 yield display
+
+
+def _diverged(what: str, value: float, step: int) -> DivergedError:
+    return DivergedError(
+        f"The {what} became {value} at step {step}; the last good checkpoint is kept. "
+        "Lower train.lr or the loss weights."
+    )
 
 
 def _switch_rate(trace: RoutingTrace) -> Tensor:

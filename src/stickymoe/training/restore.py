@@ -8,7 +8,7 @@ from typing import Literal
 
 from stickymoe.data.tokens import load_tokens
 from stickymoe.errors import RunError
-from stickymoe.runs.folder import RunFolder
+from stickymoe.runs.folder import RunFolder, run_id
 from stickymoe.runs.record import RunRecord
 from stickymoe.runs.settings import read_config
 from stickymoe.training.build import build_model
@@ -38,6 +38,8 @@ def evaluate_run(
             f"{run} was trained on other data than is found now (fingerprint {record.data['fingerprint'][:12]}, "
             f"here {data.fingerprint[:12]}). Pass its corpus with --data.path."
         )
+    if run_id(config, data.fingerprint) != record.run_id:
+        raise RunError(f"{folder.config} is not the config that {run} was trained with: it was altered since.")
     model = build_model(config, data.vocab_size)
     load_model(chosen, model)
     evaluation = evaluate(model, getattr(data, split), config, data.token_bytes)
