@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No deadline: a busy machine is not a bug. The same examples every time, so that a failure can be looked into.
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for child processes
 

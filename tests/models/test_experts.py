@@ -15,7 +15,9 @@ D, F = 5, 7
 TOLERANCE = {torch.float64: {"rtol": 1e-9, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
 each_path = pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE.keys(), ids=["fp64", "fp32"])
-sizes = st.tuples(st.integers(1, 9), st.integers(1, 8), st.integers(1, 4)).filter(lambda s: s[2] <= s[1])
+sizes = st.tuples(st.integers(1, 9), st.integers(1, 8) | st.sampled_from([16, 64]), st.integers(1, 4)).filter(
+    lambda s: s[2] <= s[1]
+)
 seeds = st.integers(0, 10_000)
 
 
