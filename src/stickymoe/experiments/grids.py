@@ -53,10 +53,10 @@ ABLATION_ROWS: list[Settings] = [
 # A run this short needs more of λ than the paper's 10,000 steps.
 DEMO_ROWS: list[Settings] = [
     {"variant": "vanilla"},
-    {"variant": {"name": "soft", "lam": 1.0}},
-    {"variant": {"name": "soft_hard", "lam": 1.0, "alpha": 1.0}},
+    {"variant": {"name": "soft", "lam": 0.5}},
+    {"variant": {"name": "soft_hard", "lam": 0.5, "alpha": 1.0}},
     {"variant": "hard_window"},
-    {"variant": {"name": "remoe", "lam": 1.0}},
+    {"variant": {"name": "remoe", "lam": 0.5}},
     {"variant": "oracle"},
     {"variant": "dense"},
 ]

@@ -77,7 +77,7 @@ def results_table(rows: Sequence[Row], baseline: Row | None = None) -> Table:
     """The results for a terminal; perplexity also relative to `baseline` if there is one."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, heading in enumerate(_headings(baseline)):
-        table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
     for cells in _cells(rows, baseline):
         table.add_row(*cells)
     return table
@@ -92,5 +92,5 @@ def results_markdown(rows: Sequence[Row], baseline: Row | None = None) -> str:
 def results_console() -> Console:
     """A console that never squeezes the table, whatever the width it reports."""
     console = Console()
-    console.width = max(console.width, 112)
+    console.width = max(console.width, 120)
     return console

@@ -47,11 +47,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": {"corpus": "factbook", "vocab_size": 2048},
         "model": {**_SMALL, "d_model": 64, "d_ff": 256, "seq_len": 128},
         "train": {
-            "steps": 200,
+            "steps": 300,
             "warmup": 20,
             "batch_size": 16,
             "lr": 2e-3,
-            "eval_every": 200,
+            "eval_every": 300,
             "checkpoint_every": 100,
         },
         "eval": {"batch_size": 64},

@@ -1,0 +1,98 @@
+"""README and guide are made of what is run here: their Python, their commands, their grid, their file tree."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from stickymoe.cli import COMMANDS, main
+from stickymoe.experiments.grids import configs, load_grid
+from stickymoe.runs.presets import PRESETS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = re.findall(r"^    (stickymoe .*)$", page.read_text(), re.MULTILINE)
+    return [shlex.split(line.partition("#")[0])[1:] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, corpus):
+    """A folder with what the pages speak of: texts under DIR and WIKITEXT, a run under runs/soft."""
+    folder = tmp_path_factory.mktemp("docs")
+    for name in ("DIR", "WIKITEXT"):
+        (folder / name).symlink_to(corpus)
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_work_as_written(page, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    done = 0
+    for command in commands(page):
+        if command[0] == "sweep" and "--dry_run" not in command:
+            command += ["--dry_run"]  # hours; test_sweep carries out real ones
+        assert main(command) == 0, (command, capsys.readouterr().err)
+        done += 1
+    assert done >= 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_python_works_as_written(page, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    assert main(["train", "--preset", "tiny", "--variant", "soft", "--variant.lam", "0.2", "--out", "runs/soft"]) == 0
+    torch.manual_seed(0)
+    blocks = fenced(page, "python")
+    assert blocks
+    for block in blocks:
+        exec(compile(block, page.name, "exec"), {})
+
+
+def test_the_guides_grid_is_one(tmp_path):
+    (grid,) = fenced(ROOT / "docs" / "guide.md", "yaml")
+    file = tmp_path / "grid.yaml"
+    file.write_text(grid)
+    runs = configs(load_grid(str(file)), seeds=[1], flags=[], source="guide")
+    assert [run.variant.name for run in runs] == ["vanilla", "soft", "soft_hard"]
+
+
+def test_the_file_tree_is_true():
+    tree = re.search(r"^    src/stickymoe/\n((?:      \S.*\n)+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    named = {line.split()[0].rstrip("/") for line in tree[1].splitlines()}
+    there = {p.name for p in (ROOT / "src" / "stickymoe").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert there <= named
+    assert all((ROOT / "src" / "stickymoe" / name).exists() for name in named)
+
+
+def test_every_command_and_preset_is_told_of():
+    readme, guide = (page.read_text() for page in PAGES)
+    for command in COMMANDS:
+        assert f"stickymoe {command}" in readme + guide or f"make {command}" in readme, command
+    for preset in PRESETS:
+        assert f"`{preset}`" in guide, preset
+
+
+def test_the_readme_names_what_ci_runs():
+    assert "make test" in (ROOT / "README.md").read_text()
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_no_page_names_this_machine():
+    for page in [*PAGES, ROOT / "docs" / "performance.md", ROOT / "constraints.txt"]:
+        assert not re.search(r"/(?:work|root|home|tmp)/", page.read_text()), page
+
+
+def test_links_lead_somewhere():
+    for page in [*PAGES, ROOT / "docs" / "performance.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), (page, target)
