@@ -92,3 +92,15 @@ def test_a_target_outside_the_vocabulary_is_refused(stray):
     targets[2] = stray
     with pytest.raises(IndexError, match=r"0 … 6"):
         linear_cross_entropy(h, weight, targets)
+
+
+def test_a_confident_row_keeps_its_small_gradient_under_autocast():
+    """p − 1 of a likely target is small: rounding p to bf16 before subtracting would lose it."""
+    h, weight, targets = 6 * torch.eye(16), torch.eye(16), torch.arange(16)  # exact in bf16
+    h.requires_grad_(), weight.requires_grad_()
+    exact = both(h, weight, targets)[0]
+    assert exact[0] < 0.04
+    with torch.autocast("cpu", torch.bfloat16):
+        dh, dweight = torch.autograd.grad(linear_cross_entropy(h, weight, targets), (h, weight))
+    assert (dh - exact[1]).norm() < 0.01 * exact[1].norm()
+    assert (dweight - exact[2]).norm() < 0.01 * exact[2].norm()

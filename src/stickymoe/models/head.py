@@ -46,26 +46,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        by_h, by_weight, _ = ctx.needs_input_grad
         with torch.autocast(h.device.type, enabled=False):
-            loss, dh, dweight = _loss_and_gradients(h, weight, targets, gradients=any(ctx.needs_input_grad))
-        if dh is not None and dweight is not None:
-            ctx.save_for_backward(dh, dweight)
+            loss, *gradients = _loss_and_gradients(h, weight, targets, by_h=by_h, by_weight=by_weight)
+        ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
-        dh, dweight = ctx.saved_tensors
-        return dh * upstream.to(dh.dtype), dweight * upstream.to(dweight.dtype), None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        dh, dweight = (None if d is None else d * upstream.to(d.dtype) for d in ctx.saved_tensors)
+        return dh, dweight, None
 
 
 def _loss_and_gradients(
-    h: Tensor, weight: Tensor, targets: Tensor, *, gradients: bool
+    h: Tensor, weight: Tensor, targets: Tensor, *, by_h: bool, by_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Mean loss, and its gradients by `h` and `weight`.
+    """Mean loss, and its gradients by `h` and `weight` as asked for.
 
-    The gradient of a row's loss by its logits is p − 1[target]: p, the softmax, takes the place of the logits, and the
-    target's −1 is applied to single rows of `h` and `weight`.
+    The gradient of a row's loss by its logits is p − 1[target], with p the softmax; it takes the place of the logits.
     """
     wide = torch.promote_types(h.dtype, torch.float32)
     (n, d), V = h.shape, weight.shape[0]
@@ -73,31 +72,31 @@ def _loss_and_gradients(
     if bool(((targets < 0) & counts).any()) or bool((targets >= V).any()):
         raise IndexError(f"targets must be in 0 … {V - 1}, or {IGNORED} to be ignored")
     scale = (counts.to(wide) / counts.sum())[:, None]  # of the mean, and 0 for rows that do not count
-    safe = targets.clamp(min=0)
+    safe = targets.clamp(min=0)[:, None]
     rows = min(max(CHUNK_ELEMENTS // V, 1), n)
     nats = torch.empty(n, 1, dtype=wide, device=h.device)
-    dh = torch.empty_like(h) if gradients else None
-    dweight = torch.zeros(V, d, dtype=wide, device=h.device) if gradients else None
+    dh = torch.empty_like(h) if by_h else None
+    dweight = torch.zeros(V, d, dtype=wide, device=h.device) if by_weight else None
     buffer = torch.empty(rows, V, dtype=h.dtype, device=h.device)
     for first in range(0, n, rows):
         part = slice(first, min(first + rows, n))
-        hc, target, share = h[part], safe[part, None], scale[part]
+        hc, target, share = h[part], safe[part], scale[part]
         logits = torch.mm(hc, weight.t(), out=buffer[: hc.shape[0]]).to(wide)
         p = torch.softmax(logits, dim=1, out=logits)
         nats[part] = -p.gather(1, target).log()
-        if dh is not None and dweight is not None:
-            p = p.to(h.dtype)
-            dh[part] = (torch.mm(p, weight) - weight.index_select(0, target[:, 0])) * share
+        if not (by_h or by_weight):
+            continue
+        error = p.scatter_add_(1, target, torch.full_like(share, -1)).to(h.dtype)  # before any rounding to bf16
+        if dh is not None:
+            dh[part] = torch.mm(error, weight) * share
+        if dweight is not None:
             weighted = (hc * share).to(h.dtype)
             if wide == h.dtype:
-                dweight.addmm_(p.t(), weighted)
+                dweight.addmm_(error.t(), weighted)
             else:
-                dweight += torch.mm(p.t(), weighted)
+                dweight += torch.mm(error.t(), weighted)
     lost = nats.isinf().squeeze(1)
     if bool(lost.any()):  # p of the target underflowed: these few rows by their logarithm
         exact = torch.mm(h[lost], weight.t()).to(wide).log_softmax(1)
-        nats[lost] = -exact.gather(1, safe[lost, None])
-    if dweight is not None:
-        dweight.index_add_(0, safe, -(h.to(wide) * scale))
-        dweight = dweight.to(weight.dtype)
-    return (nats * scale).sum(), dh, dweight
+        nats[lost] = -exact.gather(1, safe[lost])
+    return (nats * scale).sum(), dh, None if dweight is None else dweight.to(weight.dtype)

@@ -106,19 +106,25 @@ class _SortedExperts(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, a, z, out, w, order, token, place, up, down = ctx.saved_tensors
         k = w.shape[1]
+        by_up, by_up_bias, by_down, by_down_bias = ctx.needs_input_grad[3:]
         dw = torch.stack([(out.index_select(0, place[:, slot]) * dy).sum(1) for slot in range(k)], dim=1)
         dout = dy.index_select(0, token).mul_(w.flatten().index_select(0, order)[:, None])
         dz, dx = torch.empty_like(a), torch.empty_like(x)
-        dup, dup_bias = torch.empty_like(up), up.new_empty(up.shape[:2])
-        ddown, ddown_bias = torch.empty_like(down), down.new_empty(down.shape[:2])
+        dup, dup_bias = torch.empty_like(up) if by_up else None, up.new_empty(up.shape[:2]) if by_up_bias else None
+        ddown = torch.empty_like(down) if by_down else None
+        ddown_bias = down.new_empty(down.shape[:2]) if by_down_bias else None
         for i, rows in _groups(ctx.counts):
-            torch.mm(dout[rows].t(), z[rows], out=ddown[i])
-            torch.sum(dout[rows], 0, out=ddown_bias[i])
+            if ddown is not None:
+                torch.mm(dout[rows].t(), z[rows], out=ddown[i])
+            if ddown_bias is not None:
+                torch.sum(dout[rows], 0, out=ddown_bias[i])
             torch.mm(dout[rows], down[i], out=dz[rows])
         da = torch.ops.aten.gelu_backward(dz, a)
         for i, rows in _groups(ctx.counts):
-            torch.mm(da[rows].t(), x[rows], out=dup[i])
-            torch.sum(da[rows], 0, out=dup_bias[i])
+            if dup is not None:
+                torch.mm(da[rows].t(), x[rows], out=dup[i])
+            if dup_bias is not None:
+                torch.sum(da[rows], 0, out=dup_bias[i])
             torch.mm(da[rows], up[i], out=dx[rows])
         dh = dx.index_select(0, place[:, 0])
         for slot in range(1, k):
