@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
+import yaml
 
 from stickymoe.cli import main
 from stickymoe.experiments.grids import configs
@@ -68,8 +72,6 @@ def test_a_failing_run_is_recorded_and_the_rest_go_on(grid, tmp_path):
 
 def test_two_sweeps_on_one_folder_leave_each_run_whole(grid, tmp_path, corpus):
     file = tmp_path / "grid.yaml"
-    import yaml
-
     file.write_text(yaml.safe_dump({**grid, "rows": [{"variant": "vanilla"}, {"variant": "soft"}]}))
     command = [sys.executable, "-m", "stickymoe.cli", "sweep", str(file), "--out", str(tmp_path / "out"), "--jobs", "1"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
@@ -92,3 +94,27 @@ def test_dry_run_lists_and_does_nothing(tmp_path, corpus, capsys):
 def test_bad_input_is_one_line_and_exit_code_2(arguments, capsys):
     assert main(["sweep", *arguments]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_sweep_leaves_no_process_and_goes_on(grid, tmp_path, how):
+    file = tmp_path / "grid.yaml"
+    file.write_text(yaml.safe_dump({**grid, "train": {**SHORT, "steps": 100_000}, "rows": [{"variant": "vanilla"}]}))
+    command = [sys.executable, "-m", "stickymoe.cli", "sweep", str(file), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    (child,) = wait_for(lambda: [p for p in psutil.Process(process.pid).children() if "train" in p.cmdline()])
+    (metrics,) = wait_for(lambda: list((tmp_path / "out").glob("*/metrics.jsonl")))
+    process.send_signal(how)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "The same command goes on" in said
+    assert not child.is_running()
+    assert RunRecord.read(metrics.with_name("record.json")).status == "interrupted"
+
+
+def wait_for(look, seconds=60):
+    end = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.05)
+    return found
