@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose complaints are `StickyError`s."""
 
     def error(self, message: str) -> NoReturn:
-        raise StickyError(f"{self.prog}: {message}. See {self.prog} --help.")
+        raise StickyError(f"{message}. See {self.prog} --help.")
 
 
 def _parser(command: str, description: str) -> _Parser:
@@ -60,7 +60,7 @@ def _train(argv: list[str]) -> None:
     options.add_argument("--preset", metavar="NAME", help=f"settings to start from: {', '.join(PRESETS)}")
     options.add_argument("--variant", "--variant.name", metavar="NAME", help="what to train; see stickymoe variants")
     options.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, over the preset's")
-    options.add_argument("--out", type=Path, metavar="DIR", help="run folder (default runs/LABEL-ID)")
+    options.add_argument("--out", type=Path, metavar="DIR", help="run folder (default runs/VARIANT-HASH)")
     options.add_argument("--resume", action="store_true", help="go on with an unfinished run in --out")
     options.add_argument("--checkpoint", metavar="NAME", help="resume from this checkpoint, not the newest")
     options.add_argument("--first_phase", type=Path, metavar="DIR", help="finished run to begin from (remoe: vanilla)")
@@ -116,9 +116,8 @@ def _default_folder(config: RunConfig) -> Path:
     import hashlib
     import json
 
-    name = config.variant.label.replace(" ", "-").replace("=", "")
     digest = hashlib.sha256(json.dumps(config.as_dict(), sort_keys=True).encode()).hexdigest()[:8]
-    return Path("runs") / f"{name}-{digest}"
+    return Path("runs") / f"{config.variant.key}-{digest}"
 
 
 def _print_train_help(parser: argparse.ArgumentParser, preset: str | None, variant: str | None) -> None:
@@ -201,7 +200,10 @@ def _sweep(argv: list[str]) -> None:
 
 
 def _seeds(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected whole numbers such as 42,43") from None
 
 
 def _variants(argv: list[str]) -> None:

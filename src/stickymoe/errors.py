@@ -30,13 +30,13 @@ class DivergedError(StickyError):
     """The loss stopped being a number."""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """One line for a name that is not there: the near names first, or else all of them."""
+def unknown(kind: str, name: str, known: Iterable[str], *, or_else: str | None = None) -> str:
+    """One line for a name that is not there: the near names, or else all of them, or `or_else`."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
     if near:
         return f"Unknown {kind} '{name}'. Did you mean {' or '.join(repr(n) for n in near)}?"
-    return f"Unknown {kind} '{name}'. Known: {', '.join(known)}."
+    return f"Unknown {kind} '{name}'. {or_else or 'Known: ' + ', '.join(known) + '.'}"
 
 
 def require(ok: bool, key: str, given: object, expected: str) -> None:

@@ -82,9 +82,14 @@ def eval_batches(split: TokenSplit, *, seq_len: int, batch_size: int, documents:
     n_targets = len(split.tokens) - 1
     if n_targets < 1:
         raise DataError(f"The text to evaluate on has {len(split.tokens)} tokens, expected at least 2. Give more text.")
-    n_chunks = -(-n_targets // seq_len)
+    n_chunks = n_eval_chunks(split, seq_len)
     for start in range(0, n_chunks, batch_size):
         yield _gather(split, np.arange(start, min(start + batch_size, n_chunks)), seq_len, documents)
+
+
+def n_eval_chunks(split: TokenSplit, seq_len: int) -> int:
+    """Rows that `eval_batches` gives in all, the padded one included."""
+    return -(-(len(split.tokens) - 1) // seq_len)
 
 
 def _gather(split: TokenSplit, chunks: Int64[np.ndarray, " B"], seq_len: int, documents: bool) -> Batch:

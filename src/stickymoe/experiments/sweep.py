@@ -46,8 +46,7 @@ class Cell:
 
     @property
     def steps(self) -> int:
-        shares = [phase.share for phase in self.config.variant.phases()]
-        return sum(max(round(share * self.config.train.steps), 1) for share in shares)
+        return self.config.total_steps
 
 
 def plan(configs: Sequence[RunConfig], out: Path) -> list[Cell]:
@@ -75,6 +74,8 @@ def sweep(cells: list[Cell], *, jobs: int, console: Console | None = None) -> li
         if _recorded_status(cell) == "complete":
             cell.status = "complete"
     live = Live(_table(cells), console=console, refresh_per_second=1, transient=False)
+    # A terminated sweep must not leave its runs behind, nor one in the background be deaf to Ctrl-C.
+    before = {s: signal.signal(s, signal.default_int_handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         with live if console.is_terminal else _Lines(cells, console) as shown:
             while True:
@@ -92,9 +93,10 @@ def sweep(cells: list[Cell], *, jobs: int, console: Console | None = None) -> li
         for cell in running:
             assert cell.process is not None
             cell.process.wait()
-        raise InterruptedRunError(
-            "Sweep stopped; its runs saved themselves. The same command goes on with it."
-        ) from None
+        raise InterruptedRunError("Sweep stopped, its runs saved. The same command goes on with it.") from None
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 
 def _launch(cells: list[Cell], jobs: int) -> None:

@@ -5,11 +5,12 @@ These objects are the plain reference of the compiled replay, and the ones a run
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 from stickymoe.errors import ConfigError, require, unknown
 
@@ -43,9 +44,17 @@ class LRU:
 POLICIES: dict[str, type[Policy]] = {"lru": LRU}
 
 
-def require_policy(policy: str) -> None:
-    if policy not in POLICIES:
-        raise ConfigError(unknown("policy", policy, POLICIES))
+def require_policy(policy: str, known: Iterable[str] = POLICIES) -> None:
+    if policy not in known:
+        raise ConfigError(unknown("policy", policy, known))
+
+
+def require_slots(capacity: SupportsIndex) -> int:
+    expected = "a whole number of slots ≥ 1"
+    require(hasattr(capacity, "__index__"), "capacity", capacity, expected)
+    slots = operator.index(capacity)
+    require(slots >= 1, "capacity", slots, expected)
+    return slots
 
 
 @dataclass(frozen=True)
@@ -65,10 +74,9 @@ class Cache:
     heaviest. A request larger than the cache is served one expert after another, heaviest first.
     """
 
-    def __init__(self, *, policy: str = "lru", capacity: int) -> None:
-        require(type(capacity) is int and capacity >= 1, "capacity", capacity, "a whole number of slots ≥ 1")
+    def __init__(self, *, policy: str = "lru", capacity: SupportsIndex) -> None:
         require_policy(policy)
-        self.capacity = capacity
+        self.capacity = require_slots(capacity)
         self._policy = POLICIES[policy]()
         self._resident: set[int] = set()
 
@@ -77,6 +85,8 @@ class Cache:
         return frozenset(self._resident)
 
     def request(self, experts: Sequence[int]) -> Outcome:
+        if len(set(experts)) < len(experts):
+            raise ConfigError(f"A request names each expert once, got {list(experts)}.")
         if len(experts) <= self.capacity:
             return self._serve(experts)
         served = [self._serve([e]) for e in experts]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, SupportsIndex
 
 import numpy as np
 from jaxtyping import Bool, Integer
 
-from stickymoe.errors import DataError, require
-from stickymoe.locality.cache import require_policy
+from stickymoe.errors import DataError
+from stickymoe.locality.cache import require_policy, require_slots
 from stickymoe.locality.kernels import lru_hits
+
+KERNELS: dict[str, Callable[..., int]] = {"lru": lru_hits}  # each counts what its policy's `Cache` would
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,9 @@ class CacheStats:
 
 
 def replay(
-    requests: Integer[np.ndarray, ...],  # [sequences, steps] or [sequences, steps, k]
+    requests: Integer[np.ndarray, ...] | list[Any],  # [sequences, steps] or [sequences, steps, k]
     *,
-    capacity: int,
+    capacity: SupportsIndex,
     n_experts: int,
     policy: str = "lru",
     mask: Bool[np.ndarray, ...] | None = None,
@@ -44,8 +49,9 @@ def replay(
     A step's k experts, heaviest first, are one request (see `Cache`). Steps outside `mask` ask for nothing; where
     `doc` changes the cache starts cold again.
     """
-    require_policy(policy)
-    require(type(capacity) is int and capacity >= 1, "capacity", capacity, "a whole number of slots ≥ 1")
+    require_policy(policy, KERNELS)
+    slots = require_slots(capacity)
+    requests = np.asarray(requests)
     if requests.ndim not in (2, 3):
         raise DataError(
             f"requests: got {requests.ndim} dimensions, expected [sequences, steps] or [sequences, steps, k]."
@@ -58,6 +64,9 @@ def replay(
     if requests.ndim == 2:
         requests = requests[:, :, None]
     sequences, steps, k = requests.shape
+    for i, j in combinations(range(k), 2):
+        if (requests[:, :, i] == requests[:, :, j]).any():
+            raise DataError("requests: got an expert twice in one request, expected k different ones.")
     for name, array in (("mask", mask), ("doc", doc)):
         if array is not None and array.shape != (sequences, steps):
             raise DataError(f"{name}: got shape {array.shape}, expected {(sequences, steps)} as in requests.")
@@ -66,5 +75,5 @@ def replay(
     cold[:, :1] = True
     if doc is not None:
         cold[:, 1:] = doc[:, 1:] != doc[:, :-1]
-    hits = int(lru_hits(requests, valid, cold, min(capacity, n_experts), n_experts))
-    return CacheStats(policy=policy, capacity=capacity, hits=hits, misses=int(valid.sum()) * k - hits)
+    hits = int(KERNELS[policy](requests, valid, cold, min(slots, n_experts), n_experts))
+    return CacheStats(policy=policy, capacity=slots, hits=hits, misses=int(valid.sum()) * k - hits)

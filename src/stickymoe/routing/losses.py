@@ -1,4 +1,4 @@
-"""Every loss equation, as pure functions of a `RoutingTrace`.
+"""The loss equations, as pure functions of a `RoutingTrace`.
 
 Each `*_by_layer` function answers one value per layer; the loss of the same name is their mean.
 A pair of tokens counts only if both are real and in the same document.

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from stickymoe.errors import ConfigError
@@ -48,7 +48,7 @@ class RoutingTrace:
         cls,
         logits: Float[Tensor, "L B T N"],
         top_k: int,
-        mask: Bool[Tensor, "B T"] | None = None,
+        mask: Shaped[Tensor, "B T"] | None = None,  # bool, or 0 and 1 as tokenizers give it
         doc: Int[Tensor, "B T"] | None = None,
     ) -> RoutingTrace:
         """eq:gate. The trace of a standard top-k router, from its raw logits."""
@@ -57,6 +57,7 @@ class RoutingTrace:
         if mask is None:
             mask = torch.ones(logits.shape[1:3], dtype=torch.bool, device=logits.device)
         else:  # what attention left at padding may be NaN, which would spread to every gradient
+            mask = mask.bool()
             logits = torch.where(mask[..., None] | logits.isfinite(), logits, 0.0)
         g = logits.float().softmax(-1)
         return cls(g=g, S=top_k_experts(g.detach(), top_k), mask=mask, doc=doc)

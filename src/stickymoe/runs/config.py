@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stickymoe.errors import require
-from stickymoe.variants import Variant, variant_class
+from stickymoe.variants import Phase, Variant, variant_class
 from stickymoe.variants.vanilla import Vanilla
 
 
@@ -165,6 +165,14 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number in [0, 2³²)")
+
+    def steps_of(self, phase: Phase) -> int:
+        return max(round(phase.share * self.train.steps), 1)
+
+    @property
+    def total_steps(self) -> int:
+        """Over all phases of the variant."""
+        return sum(self.steps_of(phase) for phase in self.variant.phases())
 
     def as_dict(self) -> dict[str, Any]:
         """Plain nested settings; `from_dict` is the inverse."""

@@ -29,14 +29,15 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree this package runs from; None where the package is merely installed."""
+    """The commit of the source tree this package runs from, marked if the package was changed since; else None."""
     source = Path(__file__)
     try:
         for ask in (["ls-files", "--error-unmatch", source.name], ["rev-parse", "HEAD"]):
             done = subprocess.run(["git", "-C", str(source.parent), *ask], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    changed = subprocess.run(["git", "-C", str(source.parent), "diff", "--quiet", "HEAD", "--", "."]).returncode != 0
+    return done.stdout.strip() + ("-changed" if changed else "")
 
 
 def _processor() -> str:

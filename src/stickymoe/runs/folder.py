@@ -30,13 +30,13 @@ from stickymoe.runs.config import RunConfig
 NUMERICS_VERSION = 1  # raised when the same config and data come to give other numbers
 
 # Settings that move or time a run without touching its numbers.
-_NOT_IN_ID = {("data", "path"), ("data", "cache_dir"), ("data", "corpus"), ("train", "checkpoint_every")}
+NOT_IN_ID = {("data", "path"), ("data", "cache_dir"), ("data", "corpus"), ("train", "checkpoint_every")}
 
 
 def run_id(config: RunConfig, data_fingerprint: str) -> str:
     """Names a run by what decides its numbers: settings without paths, data, numerics version."""
     settings = {
-        section: {k: v for k, v in values.items() if (section, k) not in _NOT_IN_ID}
+        section: {k: v for k, v in values.items() if (section, k) not in NOT_IN_ID}
         if isinstance(values, dict)
         else values
         for section, values in config.as_dict().items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from argparse import ArgumentError
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from stickymoe.errors import ConfigError
+from stickymoe.errors import ConfigError, unknown
 from stickymoe.runs.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from stickymoe.runs.presets import preset as preset_settings
 from stickymoe.variants import variant_class
 
+_HELP = "See stickymoe train --help."
 _SECTIONS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
 
 
@@ -114,23 +114,17 @@ def _one_line(message: str, parser: ArgumentParser, source: str) -> str:
     text = " ".join(message.split())
     known = [a.option_strings[-1] for a in parser._actions if a.option_strings and "." in a.option_strings[-1]]
     if m := re.search(r"unrecognized arguments: (\S+)", text):
-        return _unknown_setting(m[1].partition("=")[0], known)
+        return unknown("setting", m[1].partition("=")[0], known, or_else=_HELP)
     if m := re.search(r"Group '(\w+)' does not accept (?:option|nested key) '(\S+?)'", text):
-        return _unknown_setting(f"{m[1]}.{m[2]}", [k.removeprefix("--") for k in known]) + source
+        return unknown("setting", f"{m[1]}.{m[2]}", [k.removeprefix("--") for k in known], or_else=_HELP) + source
     if m := re.search(r"""(?:[Kk]ey|[Oo]ption) ["'](\S+?)["'] is not (?:expected|accepted)""", text):
-        return _unknown_setting(m[1], [k.removeprefix("--") for k in known]) + source
+        return unknown("setting", m[1], [k.removeprefix("--") for k in known], or_else=_HELP) + source
     if m := re.search(r'Parser key "([^"]+)":', text):
         if m[1] in (*_SECTIONS, "variant"):
             return f"--{m[1]} takes a YAML file of its settings; a single one is set with --{m[1]}.NAME VALUE."
         given = re.search(r"(?:Got value|value): (.+?)(?: -|$)", text)
         return f"{m[1]}: got {given[1] if given else ''!r}, expected {_expected(parser, m[1])}.{source}"
     return text + source
-
-
-def _unknown_setting(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
-    hint = f"Did you mean {' or '.join(repr(n) for n in near)}?" if near else "See stickymoe train --help."
-    return f"Unknown setting '{name}'. {hint}"
 
 
 def _expected(parser: ArgumentParser, key: str) -> str:

@@ -1,12 +1,18 @@
-"""From a config to a model, and from a run folder to a trained one."""
+"""From a config to what carries it out: the model at its first step, and the devices it runs on."""
 
 from __future__ import annotations
 
 import torch
+from accelerate import Accelerator
 
 from stickymoe.models.gpt import GPT
 from stickymoe.runs.config import RunConfig
 from stickymoe.variants import RouterSite
+
+
+def make_accelerator(config: RunConfig) -> Accelerator:
+    """Device, precision and processes of a run."""
+    return Accelerator(mixed_precision="bf16" if config.train.precision == "bf16" else "no")
 
 
 def build_model(config: RunConfig, vocab_size: int) -> GPT:

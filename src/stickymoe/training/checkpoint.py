@@ -44,7 +44,7 @@ def checkpoint_name(step: int) -> str:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first. A save that was cut off leaves only a hidden folder."""
-    return sorted((p for p in folder.glob("step-*") if p.is_dir()), key=_step_of)
+    return sorted((p for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()), key=_step_of)
 
 
 def _step_of(path: Path) -> int:
@@ -79,6 +79,7 @@ def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimise
         if final.exists():
             shutil.rmtree(final)  # damaged
         temporary.rename(final)
+        _sync(folder)
     except (OSError, SafetensorError) as e:
         shutil.rmtree(temporary, ignore_errors=True)
         kept = checkpoints_in(folder)
@@ -179,7 +180,8 @@ def _checksum(path: Path) -> str:
 
 
 def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
+    """Put a folder's entries and the files in it on the disk itself."""
+    for path in (*(p for p in folder.iterdir() if p.is_file()), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Integer
 
-from stickymoe.data.batches import eval_batches
+from stickymoe.data.batches import NO_TARGET, eval_batches, n_eval_chunks
 from stickymoe.data.tokens import TokenSplit
 from stickymoe.locality import metrics as m
 from stickymoe.locality.table import RouteTable, index_dtype
@@ -38,12 +38,12 @@ def evaluate(
     """Perplexity, bits per byte and every locality metric of `model` on `split`."""
     T, k = config.model.seq_len, config.model.top_k
     device = model.token_embedding.weight.device
-    n_chunks = max(math.ceil((len(split.tokens) - 1) / T), 0)
+    n_chunks = n_eval_chunks(split, T)
     nats, n_targets, n_bytes = 0.0, 0, 0
     recorder: _Recorder | None = None
     row = 0
     for batch in eval_batches(split, seq_len=T, batch_size=config.eval.batch_size, documents=config.data.documents):
-        counted = batch.targets != -100
+        counted = batch.targets != NO_TARGET
         doc = None if batch.doc is None else batch.doc.to(device)
         out = model(batch.tokens.to(device), batch.targets.to(device), mask=batch.mask.to(device), doc=doc)
         n = int(counted.sum())

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from stickymoe.data.batches import Batch, TrainBatches
+from stickymoe.data.batches import NO_TARGET, Batch, TrainBatches
 from stickymoe.data.tokens import TokenData, load_tokens
 from stickymoe.errors import ConfigError, DataError, DivergedError, InterruptedRunError, RunError, StickyError
 from stickymoe.locality.formats import save_table
@@ -31,11 +31,12 @@ from stickymoe.routing.losses import LossContext, expert_load
 from stickymoe.routing.trace import RoutingTrace
 from stickymoe.runs.config import RunConfig
 from stickymoe.runs.environment import describe_environment
-from stickymoe.runs.folder import RunFolder, run_id
+from stickymoe.runs.folder import NOT_IN_ID, RunFolder, run_id
 from stickymoe.runs.record import RunRecord
-from stickymoe.training.build import build_model
+from stickymoe.training.build import build_model, make_accelerator
 from stickymoe.training.checkpoint import (
     Progress,
+    checkpoints_in,
     drop_later_checkpoints,
     find_checkpoint,
     load_model,
@@ -62,7 +63,7 @@ class Span:
 def spans(config: RunConfig) -> list[Span]:
     first, out = 0, []
     for phase in config.variant.phases():
-        last = first + max(round(phase.share * config.train.steps), 1)
+        last = first + config.steps_of(phase)
         out.append(Span(phase, first, last))
         first = last
     return out
@@ -83,7 +84,7 @@ def train(
     `resume` is given. `first_phase` is a finished run that is this one's first phase, taken over instead of repeated.
     """
     keep_freed_memory()
-    accelerator = Accelerator(mixed_precision="bf16" if config.train.precision == "bf16" else "no")
+    accelerator = make_accelerator(config)
     with accelerator.main_process_first():
         data = load_tokens(config.data)
     folder = RunFolder(out)
@@ -148,7 +149,7 @@ def _difference(earlier: RunRecord, record: RunRecord) -> str:
                 return f"{section}: {old} there, {values} here"
             continue
         for key in {**old, **values}:
-            if old.get(key) != values.get(key) and (section, key) != ("data", "path"):
+            if old.get(key) != values.get(key) and (section, key) not in NOT_IN_ID:
                 return f"{section}.{key}: {old.get(key)} there, {values.get(key)} here"
     return "its data or numerics version differ"
 
@@ -251,7 +252,7 @@ class _Run:
         if start is not None and self.progress.step > span.first:
             load_optimiser(start, self.model, optimiser)
         model, prepared = accelerator.prepare(self.model, optimiser)
-        total = spans(self.config)[-1].last
+        total = self.config.total_steps
         evaluation: Evaluation | None = None
         clock = _Clock(config.batch_size * self.config.model.seq_len)
         title = f"{self.config.variant.label} · {span.phase.name}"
@@ -316,20 +317,25 @@ class _Run:
         means = accelerator.reduce(sums, reduction="mean")
         values = {name: float(value) for name, value in means.items()}
         if not math.isfinite(values["loss"]):
-            raise _diverged("loss", values["loss"], step + 1)
+            raise self._diverged("loss", values["loss"], step + 1)
         norm = float(accelerator.clip_grad_norm_(model.parameters(), self.config.train.clip))
         if not math.isfinite(norm):
-            raise _diverged("gradient", norm, step + 1)
+            raise self._diverged("gradient", norm, step + 1)
         optimiser.step()
         optimiser.zero_grad()
         return values | {"grad_norm": norm}
+
+    def _diverged(self, what: str, value: float, step: int) -> DivergedError:
+        kept = checkpoints_in(self.folder.checkpoints)
+        which = f"the checkpoint {kept[-1].name} is kept" if kept else "there was no checkpoint yet"
+        return DivergedError(f"The {what} became {value} at step {step}; {which}. Lower train.lr or the loss weights.")
 
     def _shares(self, batches: list[Batch]) -> list[float]:
         """The weight of each micro-batch, so that every target of the step counts alike.
 
         They sum to 1 over all processes' micro-batches, times the number of processes, by which gradients are averaged.
         """
-        counts = torch.tensor([int((batch.targets != -100).sum()) for batch in batches])
+        counts = torch.tensor([int((batch.targets != NO_TARGET).sum()) for batch in batches])
         total = int(self.accelerator.reduce(counts.sum().to(self.accelerator.device), reduction="sum"))
         return [int(n) * self.accelerator.num_processes / total for n in counts]
 
@@ -353,7 +359,7 @@ class _Run:
             with self.accelerator.autocast():
                 evaluation = evaluate(self.model, self.data.valid, self.config, self.data.token_bytes)
             if not math.isfinite(evaluation.nats):
-                raise _diverged("validation loss", evaluation.nats, self.progress.step)
+                raise self._diverged("validation loss", evaluation.nats, self.progress.step)
             if log:
                 self._log({"step": self.progress.step, "valid": evaluation.metrics})
             self._note_best(evaluation.metrics["ppl"], self.progress.step)
@@ -399,13 +405,6 @@ class _Run:
         else:
             with Display(title, total, self.progress.step) as display:
                 yield display
-
-
-def _diverged(what: str, value: float, step: int) -> DivergedError:
-    return DivergedError(
-        f"The {what} became {value} at step {step}; the last good checkpoint is kept. "
-        "Lower train.lr or the loss weights."
-    )
 
 
 def _switch_rate(trace: RoutingTrace) -> Tensor:

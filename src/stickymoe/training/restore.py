@@ -11,7 +11,7 @@ from stickymoe.errors import RunError
 from stickymoe.runs.folder import RunFolder, run_id
 from stickymoe.runs.record import RunRecord
 from stickymoe.runs.settings import read_config
-from stickymoe.training.build import build_model
+from stickymoe.training.build import build_model, make_accelerator
 from stickymoe.training.checkpoint import find_checkpoint, load_model
 from stickymoe.training.evaluate import Evaluation, evaluate
 
@@ -40,7 +40,10 @@ def evaluate_run(
         )
     if run_id(config, data.fingerprint) != record.run_id:
         raise RunError(f"{folder.config} is not the config that {run} was trained with: it was altered since.")
+    accelerator = make_accelerator(config)
     model = build_model(config, data.vocab_size)
     load_model(chosen, model)
-    evaluation = evaluate(model, getattr(data, split), config, data.token_bytes)
+    model.to(accelerator.device)
+    with accelerator.autocast():
+        evaluation = evaluate(model, getattr(data, split), config, data.token_bytes)
     return evaluation, config.variant.label

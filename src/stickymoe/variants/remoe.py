@@ -30,10 +30,9 @@ class ReMoE(Routed):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_weight("lam", self.lam)
-        require_weight("tune_share", self.tune_share)
-        require_weight("tune_lr", self.tune_lr)
-        require(0 < self.tune_share <= 1, "variant.tune_share", self.tune_share, "a fraction in (0, 1]")
-        require(0 < self.tune_lr < 1, "variant.tune_lr", self.tune_lr, "a learning rate in (0, 1)")
+        for key in ("tune_share", "tune_lr"):
+            value = getattr(self, key)
+            require(isinstance(value, int | float) and 0 < value <= 1, f"variant.{key}", value, "a number in (0, 1]")
 
     @property
     def first_phase_is(self) -> Vanilla:
