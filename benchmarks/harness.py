@@ -22,12 +22,16 @@ Work = Callable[[], object]
 
 
 def serve(prepare: Callable[[], Work], warm_up: int) -> None:
-    """The contestant's side: run once per line of input, answer with seconds and peak memory."""
+    """The contestant's side: run once per line of input, answer with seconds and peak memory.
+
+    Memory counts from here on: what the contestant needs is to be imported before.
+    """
     base = _peak_kb()
+    start = time.perf_counter()
     work = prepare()
     for _ in range(warm_up):
         work()
-    print(json.dumps({"ready": True}), flush=True)
+    print(json.dumps({"warm_up_s": time.perf_counter() - start}), flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
         work()
@@ -49,6 +53,7 @@ class Timing:
     name: str
     seconds: list[float]
     peak_mb: float
+    warm_up_s: float = 0.0
 
     @property
     def median(self) -> float:
@@ -65,44 +70,61 @@ class Timing:
             "median_s": round(self.median, 6),
             "spread": round(self.spread, 4),
             "peak_mb": round(self.peak_mb, 1),
+            "warm_up_s": round(self.warm_up_s, 2),
             "seconds": [round(s, 6) for s in self.seconds],
         }
 
 
-def race(script: Path, names: list[str], *, threads: int, rounds: int, arguments: tuple[str, ...] = ()) -> list[Timing]:
-    """Start `script --serve NAME …` for every name, then let them take turns."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    children = {}
-    for name in names:
-        command = [sys.executable, str(script), "--serve", name, *arguments]
-        children[name] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+class Contestant:
+    """A process that runs `script --serve NAME …` and works when told to."""
+
+    def __init__(self, script: Path, name: str, *, threads: int, arguments: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self._seconds: list[float] = []
+        self._peak_mb = 0.0
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), "--serve", name, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
-        _answer(children[name])  # one prepares at a time
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    peak: dict[str, float] = {}
+        self.warm_up_s = self._answer()["warm_up_s"]
+
+    def go(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def wait(self) -> float:
+        answer = self._answer()
+        self._seconds.append(answer["seconds"])
+        self._peak_mb = answer["peak_mb"]
+        return self._seconds[-1]
+
+    def end(self) -> Timing:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        return Timing(self.name, self._seconds, self._peak_mb, self.warm_up_s)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended with code {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def race(script: Path, names: list[str], *, threads: int, rounds: int, arguments: tuple[str, ...] = ()) -> list[Timing]:
+    """Start every contestant, one after another, then let them take turns."""
+    contestants = [Contestant(script, name, threads=threads, arguments=arguments) for name in names]
     for _ in range(rounds):
-        for name, child in children.items():
-            assert child.stdin is not None
-            child.stdin.write("go\n")
-            child.stdin.flush()
-            answer = _answer(child)
-            seconds[name].append(answer["seconds"])
-            peak[name] = answer["peak_mb"]
-    for child in children.values():
-        assert child.stdin is not None
-        child.stdin.close()
-        child.wait()
-    return [Timing(name, seconds[name], peak[name]) for name in names]
-
-
-def _answer(child: subprocess.Popen[str]) -> dict[str, Any]:
-    assert child.stdout is not None
-    line = child.stdout.readline()
-    if not line:
-        raise RuntimeError(f"{child.args!r} ended with code {child.wait()}")
-    answer: dict[str, Any] = json.loads(line)
-    return answer
+        for contestant in contestants:
+            contestant.go()
+            contestant.wait()
+    return [contestant.end() for contestant in contestants]
 
 
 def write_record(path: Path, results: dict[str, Any]) -> None:

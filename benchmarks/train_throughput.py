@@ -4,12 +4,13 @@
     python benchmarks/train_throughput.py --only ours,hf-eager --vocab 4096 --threads 2      a quick look
 
 Contestants (each a process of its own, taking turns)
-    ours            the model as `stickymoe train` runs it
+    ours            our model, loss and balance term, as the training loop computes them
     plain           the same model on its plain path, memory handed back as glibc does by default
     hf-eager        Mixtral of the same width, depth, experts and parameters, as transformers runs it
     hf-grouped      the same with transformers' grouped matrix product
     floor           the matrix products of our step alone, at their shapes, into memory that is there already
     without …       ours without one lever
+    with compile    ours through torch.compile
     with passive    ours with OMP_WAIT_POLICY=passive, threads that sleep instead of spinning
     experts …       the expert layer alone, forward + backward: rows sorted by expert, the plain loop, a padded batched
                     product, torch's grouped product
@@ -20,16 +21,16 @@ Contestants (each a process of its own, taking turns)
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Timing, Work, race, serve, write_record
+from harness import Contestant, Timing, Work, race, serve, write_record
 
 HERE = Path(__file__)
 B, D, F, K, HEADS, L = 16, 128, 512, 2, 4, 4  # the paper's small model
@@ -43,8 +44,16 @@ def our_model(a: argparse.Namespace) -> Any:
 
 
 def ours(
-    a: argparse.Namespace, *, memory: bool = True, head: bool = True, experts: bool = True, fused: bool = True
+    a: argparse.Namespace,
+    *,
+    memory: bool = True,
+    head: bool = True,
+    experts: bool = True,
+    fused: bool = True,
+    compiled: bool = False,
 ) -> Work:
+    import torch
+
     from stickymoe.models.moe import Experts
     from stickymoe.routing.losses import balance_loss
     from stickymoe.training.memory import keep_freed_memory
@@ -57,8 +66,10 @@ def ours(
         if isinstance(module, Experts):
             module.fast = experts
 
+    forward = torch.compile(model) if compiled else model
+
     def loss(x: Any, y: Any) -> Any:
-        out = model(x, y)
+        out = forward(x, y)
         return out.loss + 0.01 * balance_loss(out.trace)
 
     return step(model, a, loss, fused=fused)
@@ -252,6 +263,7 @@ CONTESTANTS: dict[str, Callable[[argparse.Namespace], Work]] = {
     "without sorted experts": lambda a: ours(a, experts=False),
     "without fused AdamW": lambda a: ours(a, fused=False),
     "with passive": ours,
+    "with compile": lambda a: ours(a, compiled=True),
     "experts sorted": lambda a: expert_layer(a, "sorted"),
     "experts plain": lambda a: expert_layer(a, "plain"),
     "experts batched": lambda a: expert_layer(a, "batched"),
@@ -294,41 +306,88 @@ def show(timings: list[Timing], length: int) -> None:
 
 
 def two_processes(rounds: int) -> dict[str, Any]:
-    """Tokens per second of one process with two threads, and of two with one thread each at the same time."""
-    together: list[Timing] = []
-    both = [threading.Thread(target=lambda: together.extend(_alone(1, rounds))) for _ in range(2)]
-    one = _alone(2, rounds)[0]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
-    tokens = B * 256
-    result = {
-        "one process, two threads": round(tokens / one.median),
-        "two processes, one thread each": round(sum(tokens / t.median for t in together)),
-    }
-    print("\n" + "\n".join(f"{name:32} {value:10,} tok/s in all" for name, value in result.items()))
+    """One process with two threads, then two with one thread each at the same time, in turns."""
+    arguments = ("--vocab", "4096", "--length", "256", "--experts", "4")
+    alone = Contestant(HERE, "ours", threads=2, arguments=arguments)
+    pair = [Contestant(HERE, "ours", threads=1, arguments=arguments) for _ in range(2)]
+    one, two = [], []
+    for _ in range(rounds):
+        alone.go()
+        one.append(alone.wait())
+        for contestant in pair:
+            contestant.go()
+        two.append(max(contestant.wait() for contestant in pair))
+    for contestant in (alone, *pair):
+        contestant.end()
+    timings = [Timing("one process, two threads", one, 0.0), Timing("two processes, one thread each", two, 0.0)]
+    tokens = {timings[0].name: B * 256, timings[1].name: 2 * B * 256}
+    result = {t.name: t.as_dict() | {"tokens_per_s": round(tokens[t.name] / t.median)} for t in timings}
+    for name, timing in result.items():
+        print(f"{name:32} {timing['tokens_per_s']:10,} tok/s in all  ±{timing['spread']:5.1%}", flush=True)
     return result
 
 
-def _alone(threads: int, rounds: int) -> list[Timing]:
-    arguments = ("--vocab", "4096", "--length", "256", "--experts", "4")
-    return race(HERE, ["ours"], threads=threads, rounds=rounds, arguments=arguments)
+PARTS = {
+    "matrix products": ("mm", "addmm", "addmm_", "bmm", "baddbmm"),
+    "attention": (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    "GELU": ("gelu", "gelu_backward"),
+    "gathering rows": ("index_select", "index", "gather", "scatter_", "scatter_add_", "embedding_dense_backward"),
+    "softmax": ("_softmax", "_softmax_backward_data"),
+    "layer norm": ("native_layer_norm", "native_layer_norm_backward"),
+    "sums, copies, other elementwise": (
+        "sum",
+        "copy_",
+        "cat",
+        "stack",
+        "add",
+        "add_",
+        "mul",
+        "mul_",
+        "fill_",
+        "addcmul_",
+    ),
+    "AdamW": ("_fused_adamw_",),
+}
+
+
+def breakdown(vocab: int) -> dict[str, float]:
+    """Where our step's time goes: the share of each kind of operation in the profiler's own time."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    work = ours(argparse.Namespace(vocab=vocab, length=256, experts=4))
+    for _ in range(3):
+        work()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for _ in range(5):
+            work()
+    times = {event.key: event.self_cpu_time_total for event in profiled.key_averages()}
+    whole = sum(times.values())
+    shares = {
+        part: round(sum(times.get(f"aten::{name}", 0.0) for name in names) / whole, 4) for part, names in PARTS.items()
+    }
+    shares["the rest, Python included"] = round(1 - sum(shares.values()), 4)
+    print(f"\nvocabulary {vocab:,}, {torch.get_num_threads()} threads\n{shares}", flush=True)
+    return shares
 
 
 def everything(out: Path) -> None:
     results = {
         "rivals": [run(RIVALS, threads=threads, vocab=vocab) for vocab in (50_257, 4096) for threads in (2, 1)],
-        "levers": [run(LEVERS, vocab=vocab) for vocab in (50_257, 4096)],
+        "levers": [run(LEVERS, vocab=50_257, rounds=9), run([*LEVERS, "with compile"], vocab=4096, rounds=15)],
         "experts": [run(EXPERT_WAYS, experts=experts) for experts in (4, 16, 64)],
         "terms": run(["ours", "terms"], vocab=50_257),
         "terms, small vocabulary": run(["ours", "terms"], vocab=4096),
         "evaluation": run(["eval", "eval bare"], vocab=4096, rounds=5),
-        "processes": two_processes(rounds=10),
+        "processes": two_processes(rounds=15),
+        "breakdown": {str(vocab): breakdown(vocab) for vocab in (50_257, 4096)},
         "growth": [
-            *(run(["ours"], vocab=4096, length=length, rounds=5) for length in (128, 256, 512, 1024, 2048)),
-            *(run(["ours"], vocab=4096, experts=experts, rounds=5) for experts in (8, 16, 32, 64)),
-            *(run(["ours"], vocab=vocab, rounds=5) for vocab in (8192, 16384, 32768, 65536, 131072)),
+            *(run(["ours"], vocab=4096, length=length, rounds=3) for length in (128, 256, 512, 1024, 2048)),
+            *(run(["ours"], vocab=4096, experts=experts, rounds=3) for experts in (8, 16, 32, 64)),
+            *(run(["ours"], vocab=vocab, rounds=3) for vocab in (8192, 16384, 32768, 65536, 131072)),
         ],
     }
     write_record(out, results)
@@ -348,6 +407,7 @@ def main() -> None:
     if a.serve:
         if a.serve == "with passive":
             os.environ["OMP_WAIT_POLICY"] = "passive"  # read when torch loads its threads
+        importlib.import_module("transformers" if a.serve.startswith("hf") else "stickymoe.training.loop")
         serve(lambda: CONTESTANTS[a.serve](a), warm_up=2)
     elif a.only:
         sizes = {"vocab": a.vocab, "length": a.length, "experts": a.experts}
