@@ -159,7 +159,7 @@ def _demo(argv: list[str]) -> None:
 
     from stickymoe.experiments.demo import demo
 
-    demo(args.out)
+    demo(args.out, command=sys.argv[0] if sys.argv[0].startswith(".") else "stickymoe")
 
 
 def _sweep(argv: list[str]) -> None:

@@ -6,25 +6,36 @@ import os
 from pathlib import Path
 
 from stickymoe.experiments.grids import GRIDS, configs
+from stickymoe.experiments.ribbon import read_ribbon, ribbon_svg
 from stickymoe.experiments.sweep import plan, sweep
 from stickymoe.experiments.tables import LEGEND, Row, results_console, results_markdown, results_table
 from stickymoe.runs.record import RunRecord
 
 NEXT = """\
 Next:
-  stickymoe variants                                    what each row does, with its equation
-  stickymoe train --preset demo --variant soft --variant.lam 0.3 --out runs/soft
-                                                        one run with a strength of your own
-  stickymoe sweep cpu-small --data.path DIR             the paper's table on a folder of text
+  {command} variants
+      what each row does, with its equation
+  {command} train --preset demo --variant soft --variant.lam 0.2 --out runs/soft
+      one run with a strength of your own
+  {command} sweep cpu-small --data.corpus factbook --dry_run
+      the runs of the paper's table, here on the embedded corpus; without --dry_run it carries them out
 """
+SHOWN, SEQUENCE = ("vanilla", "soft", "oracle"), 40  # in the ribbon
 
 
-def demo(out: Path) -> None:
-    """Train every row into `out`, print the comparison and write it as Markdown."""
+def demo(out: Path, *, command: str = "stickymoe") -> None:
+    """Train every row into `out`, print the comparison, write it as Markdown and draw the ribbon.
+
+    `command` is how the user calls the program, for the commands to try next.
+    """
     console = results_console()
     cells = sweep(plan(configs(GRIDS["demo"], seeds=[42], flags=[], source="demo"), out), jobs=os.cpu_count() or 1)
     rows = [Row.from_record(RunRecord.read(cell.folder.record)) for cell in cells]
     console.print(results_table(rows, baseline=rows[0]))
-    markdown = out / "comparison.md"
+    markdown, ribbon = out / "comparison.md", out / "ribbon.svg"
     markdown.write_text(results_markdown(rows, baseline=rows[0]), encoding="utf-8")
-    console.print(f"{LEGEND}\n\nWritten to {markdown}.\n\n{NEXT}", highlight=False)
+    shown = [cell for cell in cells if cell.config.variant.name in SHOWN and cell.status == "complete"]
+    ribbons = [read_ribbon(cell.folder.path, sequence=SEQUENCE, length=70) for cell in shown]
+    ribbon.write_text(ribbon_svg(ribbons, layer=2), encoding="utf-8")
+    console.print(f"{LEGEND}\n\nWritten to {markdown}; {ribbon} shows the routing of a text.\n", highlight=False)
+    console.print(NEXT.format(command=command), highlight=False, soft_wrap=True)

@@ -14,17 +14,19 @@ from stickymoe.runs.config import RunConfig
 from stickymoe.runs.record import RunRecord
 
 # Heading, key in the metrics, format. Arrows say which way is better.
-COLUMNS = (
+Column = tuple[str, str, str]
+_BEFORE: list[Column] = [
     ("PPL ↓", "ppl", ".2f"),
     ("bpb ↓", "bits_per_byte", ".3f"),
     ("SR ↓", "switch_rate", ".3f"),
     ("CHR ↑", "cache_hit_rate", ".3f"),
-    ("all C=2 ↑", "cache_hit_rate_all_c2", ".3f"),
-    ("all C=3 ↑", "cache_hit_rate_all_c3", ".3f"),
+]
+_AFTER: list[Column] = [
     ("UE ↑", "utilisation_entropy", ".3f"),
     ("gate H", "gate_entropy", ".3f"),
     ("neglected", "neglected_experts", "d"),
-)
+]
+_ALL_SLOTS = "cache_hit_rate_all_c"
 LEGEND = (
     "bpb bits per byte · SR switch rate of the top-1 expert · CHR its hit rate in an LRU cache of 2 slots a layer · "
     "all C: the same over all k experts · UE utilisation entropy, bits · gate H mean entropy of the gates, bits"
@@ -45,14 +47,21 @@ class Row:
         return cls(label, record.status, record.metrics)
 
 
+def _columns(rows: Sequence[Row]) -> list[Column]:
+    """The columns for `rows`: all-slots hit rates for every capacity that was measured."""
+    sizes = {int(key.removeprefix(_ALL_SLOTS)) for row in rows for key in row.metrics if key.startswith(_ALL_SLOTS)}
+    return [*_BEFORE, *((f"all C={C} ↑", f"{_ALL_SLOTS}{C}", ".3f") for C in sorted(sizes)), *_AFTER]
+
+
 def _cells(rows: Sequence[Row], baseline: Row | None) -> list[list[str]]:
     out = []
+    columns = _columns(rows)
     for row in rows:
         if row.status != "complete":
-            out.append([row.label, *[row.status] * (len(COLUMNS) + (baseline is not None))])
+            out.append([row.label, *[row.status] * (len(columns) + (baseline is not None))])
             continue
         cells = [row.label]
-        for heading, key, form in COLUMNS:
+        for heading, key, form in columns:
             value = row.metrics.get(key)
             cells.append("–" if value is None else format(value, form))
             if heading.startswith("PPL") and baseline is not None:
@@ -68,15 +77,15 @@ def _change(row: Row, baseline: Row) -> str:
     return f"{100 * (ppl / base - 1):+.1f}"
 
 
-def _headings(baseline: Row | None) -> list[str]:
-    names = [heading for heading, _, _ in COLUMNS]
+def _headings(rows: Sequence[Row], baseline: Row | None) -> list[str]:
+    names = [heading for heading, _, _ in _columns(rows)]
     return ["variant", names[0], *(["ΔPPL %"] if baseline is not None else []), *names[1:]]
 
 
 def results_table(rows: Sequence[Row], baseline: Row | None = None) -> Table:
     """The results for a terminal; perplexity also relative to `baseline` if there is one."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, heading in enumerate(_headings(baseline)):
+    for i, heading in enumerate(_headings(rows, baseline)):
         table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
     for cells in _cells(rows, baseline):
         table.add_row(*cells)
@@ -84,7 +93,7 @@ def results_table(rows: Sequence[Row], baseline: Row | None = None) -> Table:
 
 
 def results_markdown(rows: Sequence[Row], baseline: Row | None = None) -> str:
-    headings = _headings(baseline)
+    headings = _headings(rows, baseline)
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *_cells(rows, baseline)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 

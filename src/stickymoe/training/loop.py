@@ -118,6 +118,8 @@ def train(
             raise refusal
         if earlier is not None and earlier.status == "complete":
             return earlier
+        if earlier is not None and earlier.environment != record.environment:
+            record = replace(record, environment=record.environment | {"began_as": earlier.environment})
         run = _Run(config, data, folder, record, accelerator, quiet)
         return run.carry_out(checkpoint, first_phase)
 

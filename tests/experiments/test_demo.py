@@ -1,0 +1,29 @@
+"""The demo on its own rows, with a model of seconds."""
+
+from __future__ import annotations
+
+from stickymoe.experiments import demo as room
+from stickymoe.experiments.grids import DEMO_ROWS, GRIDS
+from stickymoe.variants import variant_names
+
+
+def test_compares_every_variant_draws_the_ribbon_and_says_what_next(tmp_path, monkeypatch, corpus, capsys):
+    short = {
+        "preset": "tiny",
+        "data": {"path": str(corpus), "vocab_size": 300},
+        "model": {"d_model": 16, "d_ff": 16, "seq_len": 64, "n_layers": 3},
+        "train": {"steps": 4, "warmup": 1, "eval_every": 4},
+        "rows": DEMO_ROWS,
+    }
+    monkeypatch.setitem(GRIDS, "demo", short)
+    monkeypatch.setattr(room, "SEQUENCE", 1)
+    room.demo(tmp_path, command="./stickymoe")
+    table = (tmp_path / "comparison.md").read_text()
+    for name in variant_names():
+        assert f"| {name}" in table
+    assert "failed" not in table
+    ribbon = (tmp_path / "ribbon.svg").read_text()
+    assert [name for name in ("vanilla:", "soft:", "oracle:") if name in ribbon] == ["vanilla:", "soft:", "oracle:"]
+    printed = capsys.readouterr().out
+    assert printed.count("  ./stickymoe ") == 3
+    assert "ΔPPL %" in printed
