@@ -21,6 +21,12 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+def continued(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The environment of a run that goes on: where it changed on the way, what it began as is kept."""
+    unchanged = {key: value for key, value in before.items() if key != "began_as"} == now
+    return before if unchanged else now | {"began_as": before}
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stickymoe.errors import RunError
-from stickymoe.runs.folder import write_atomic
+from stickymoe.runs.folder import NOT_IN_ID, RunFolder, write_atomic
 
 SCHEMA = 1
 
@@ -49,3 +49,35 @@ class RunRecord:
             return cls(**values)
         except TypeError as e:
             raise RunError(f"{path} is damaged: {e}.") from e
+
+
+def earlier_run(folder: RunFolder, record: RunRecord, *, resume: bool) -> RunRecord | None:
+    """What the folder holds already; refused if it is not this run or needs `resume`."""
+    if not folder.record.exists():
+        foreign = [p.name for p in folder.path.iterdir() if not p.name.startswith(".")]
+        if foreign:
+            raise RunError(
+                f"{folder.path} is not empty and holds no run (found {foreign[0]}). Choose another folder with --out."
+            )
+        return None
+    earlier = RunRecord.read(folder.record)
+    if earlier.run_id != record.run_id:
+        raise RunError(
+            f"{folder.path} holds a different run ({_difference(earlier, record)}). Choose another folder with --out."
+        )
+    if earlier.status != "complete" and not resume:
+        raise RunError(f"{folder.path} holds this run unfinished ({earlier.status}). Add --resume to go on with it.")
+    return earlier
+
+
+def _difference(earlier: RunRecord, record: RunRecord) -> str:
+    for section, values in record.config.items():
+        old = earlier.config.get(section)
+        if not isinstance(values, dict) or not isinstance(old, dict):
+            if old != values:
+                return f"{section}: {old} there, {values} here"
+            continue
+        for key in {**old, **values}:
+            if old.get(key) != values.get(key) and (section, key) not in NOT_IN_ID:
+                return f"{section}.{key}: {old.get(key)} there, {values.get(key)} here"
+    return "its data or numerics version differ"

@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 import shlex
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,9 +28,9 @@ from stickymoe.locality.formats import save_table
 from stickymoe.routing.losses import LossContext, expert_load
 from stickymoe.routing.trace import RoutingTrace
 from stickymoe.runs.config import RunConfig
-from stickymoe.runs.environment import describe_environment
-from stickymoe.runs.folder import NOT_IN_ID, RunFolder, run_id
-from stickymoe.runs.record import RunRecord
+from stickymoe.runs.environment import continued, describe_environment
+from stickymoe.runs.folder import RunFolder, run_id
+from stickymoe.runs.record import RunRecord, earlier_run
 from stickymoe.training.build import build_model, make_accelerator
 from stickymoe.training.checkpoint import (
     Progress,
@@ -47,7 +45,8 @@ from stickymoe.training.checkpoint import (
 from stickymoe.training.evaluate import Evaluation, evaluate
 from stickymoe.training.memory import keep_freed_memory
 from stickymoe.training.optimiser import adamw, learning_rate
-from stickymoe.training.progress import Display
+from stickymoe.training.progress import Clock, Display
+from stickymoe.training.stopping import stop_request
 from stickymoe.variants import Phase
 
 
@@ -110,7 +109,7 @@ def train(
         if accelerator.is_main_process:
             try:
                 held.enter_context(folder.lock())
-                earlier = _earlier_run(folder, record, resume)
+                earlier = earlier_run(folder, record, resume=resume)
             except StickyError as e:
                 refusal = e
         earlier, refusal = broadcast_object_list([earlier, refusal])  # all processes go the main one's way
@@ -118,42 +117,10 @@ def train(
             raise refusal
         if earlier is not None and earlier.status == "complete":
             return earlier
-        if earlier is not None and earlier.environment != record.environment:
-            record = replace(record, environment=record.environment | {"began_as": earlier.environment})
+        if earlier is not None:
+            record = replace(record, environment=continued(earlier.environment, record.environment))
         run = _Run(config, data, folder, record, accelerator, quiet)
         return run.carry_out(checkpoint, first_phase)
-
-
-def _earlier_run(folder: RunFolder, record: RunRecord, resume: bool) -> RunRecord | None:
-    """What the folder holds already; refused if it is not this run or needs `resume`."""
-    if not folder.record.exists():
-        foreign = [p.name for p in folder.path.iterdir() if not p.name.startswith(".")]
-        if foreign:
-            raise RunError(
-                f"{folder.path} is not empty and holds no run (found {foreign[0]}). Choose another folder with --out."
-            )
-        return None
-    earlier = RunRecord.read(folder.record)
-    if earlier.run_id != record.run_id:
-        raise RunError(
-            f"{folder.path} holds a different run ({_difference(earlier, record)}). Choose another folder with --out."
-        )
-    if earlier.status != "complete" and not resume:
-        raise RunError(f"{folder.path} holds this run unfinished ({earlier.status}). Add --resume to go on with it.")
-    return earlier
-
-
-def _difference(earlier: RunRecord, record: RunRecord) -> str:
-    for section, values in record.config.items():
-        old = earlier.config.get(section)
-        if not isinstance(values, dict) or not isinstance(old, dict):
-            if old != values:
-                return f"{section}: {old} there, {values} here"
-            continue
-        for key in {**old, **values}:
-            if old.get(key) != values.get(key) and (section, key) not in NOT_IN_ID:
-                return f"{section}.{key}: {old.get(key)} there, {values.get(key)} here"
-    return "its data or numerics version differ"
 
 
 class _Run:
@@ -203,7 +170,7 @@ class _Run:
         if start is None and first_phase is not None:
             self._take_over(RunFolder(first_phase))
         try:
-            with _stop_request() as stop:
+            with stop_request() as stop:
                 ahead = [span for span in spans(self.config) if self.progress.step < span.last]
                 for span in ahead:
                     last = self._run_phase(span, start, stop)
@@ -256,7 +223,7 @@ class _Run:
         model, prepared = accelerator.prepare(self.model, optimiser)
         total = self.config.total_steps
         evaluation: Evaluation | None = None
-        clock = _Clock(config.batch_size * self.config.model.seq_len)
+        clock = Clock(config.batch_size * self.config.model.seq_len)
         title = f"{self.config.variant.label} · {span.phase.name}"
         with self._display(title, total) as display:
             while self.progress.step < span.last:
@@ -414,49 +381,3 @@ def _switch_rate(trace: RoutingTrace) -> Tensor:
     top1 = trace.S[..., 0]
     switched = (top1[:, :, 1:] != top1[:, :, :-1]) & trace.pairs
     return switched.sum() / (trace.pairs.sum() * top1.shape[0]).clamp(min=1)
-
-
-class _Clock:
-    """Training speed over the steps since the last pause."""
-
-    def __init__(self, tokens_per_step: int) -> None:
-        self._tokens = tokens_per_step
-        self._last = time.monotonic()
-        self._seconds = 0.0
-        self._steps = 0
-
-    def tick(self) -> None:
-        now = time.monotonic()
-        self._seconds += now - self._last
-        self._last = now
-        self._steps += 1
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self._tokens * self._steps / self._seconds if self._seconds else 0.0
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        yield
-        self._last = time.monotonic()
-
-
-@contextlib.contextmanager
-def _stop_request() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C or SIGTERM into a request to save and stop; a second one stops at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(signum: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)

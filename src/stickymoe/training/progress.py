@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 from rich.console import Console
@@ -53,3 +54,28 @@ class Display:
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Clock:
+    """Training speed over the steps since the last pause."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self._tokens = tokens_per_step
+        self._last = time.monotonic()
+        self._seconds = 0.0
+        self._steps = 0
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        self._seconds += now - self._last
+        self._last = now
+        self._steps += 1
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._tokens * self._steps / self._seconds if self._seconds else 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        yield
+        self._last = time.monotonic()
