@@ -12,9 +12,11 @@ from jaxtyping import Float, Integer
 
 from stickymoe.data.batches import NO_TARGET, eval_batches, n_eval_chunks
 from stickymoe.data.tokens import TokenSplit
+from stickymoe.errors import DataError
 from stickymoe.locality import metrics as m
 from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.models.gpt import GPT
+from stickymoe.routing.trace import RoutingTrace
 from stickymoe.runs.config import RunConfig
 
 
@@ -57,6 +59,8 @@ def evaluate(
             recorder.add(row, batch.tokens, out.trace)
         row += len(batch.tokens)
 
+    if n_targets == 0:
+        raise DataError("Nothing to evaluate: no token of the text has a successor in its document.")
     values: dict[str, Any] = {
         "ppl": math.exp(nats / n_targets) if nats / n_targets < 700 else None,
         "bits_per_byte": _number(nats / math.log(2) / n_bytes),
@@ -101,12 +105,12 @@ class _Recorder:
         self.doc = np.full((B, T), -1, np.int32) if documents else None
         self.entropy = np.zeros(L)
 
-    def add(self, row: int, tokens: torch.Tensor, trace: Any) -> None:
+    def add(self, row: int, tokens: torch.Tensor, trace: RoutingTrace) -> None:
         rows = slice(row, row + len(tokens))
         self.S[:, rows] = trace.S.cpu().numpy()
         self.mask[rows] = trace.mask.cpu().numpy()
         self.tokens[rows] = tokens.numpy()
-        if self.doc is not None:
+        if self.doc is not None and trace.doc is not None:
             self.doc[rows] = trace.doc.cpu().numpy()
         self.entropy += (trace.gate_entropy_by_layer().double() * trace.mask.sum()).cpu().numpy()
 
