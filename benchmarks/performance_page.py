@@ -49,8 +49,8 @@ AdamW of the paper's small model on 16×256 tokens. Mixtral has the same width, 
 
 {targets(record)}
 - At the vocabulary of 50,257 the step's matrix products alone, without anything around them, would be {reach:.2f} times
-  as fast as the faster Mixtral; ours runs at {used:.0%} of that floor. What would lift it further is a faster matrix
-  product of width 128, not a better step.
+  as fast as the faster Mixtral; ours runs at {used:.0%} of that floor. The softmax over the vocabulary is the largest
+  part of what lies between.
 - At 4,096 matrix products are {products:.0%} of the step: see where the rest goes below.
 
 ## Tokens per second
