@@ -225,3 +225,12 @@ def test_replay_refuses_a_mask_or_doc_of_another_shape(name):
     wrong = np.ones((1, 2), np.bool_ if name == "mask" else np.int64)
     with pytest.raises(StickyError, match=rf"^{name}: got shape \(1, 2\), expected \(1, 3\)"):
         replay(np.zeros((1, 3), np.int64), capacity=1, n_experts=2, **{name: wrong})
+
+
+def test_an_expert_twice_in_one_request_is_refused_but_padding_may_hold_anything():
+    requests = np.array([[[0, 1], [2, 2]]])
+    with pytest.raises(StickyError, match="twice in one request"):
+        replay(requests, capacity=2, n_experts=3)
+    assert replay(requests, capacity=2, n_experts=3, mask=np.array([[True, False]])).misses == 2
+    with pytest.raises(StickyError, match="once"):
+        Cache(capacity=2).request([2, 2])

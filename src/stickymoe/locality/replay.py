@@ -64,13 +64,13 @@ def replay(
     if requests.ndim == 2:
         requests = requests[:, :, None]
     sequences, steps, k = requests.shape
-    for i, j in combinations(range(k), 2):
-        if (requests[:, :, i] == requests[:, :, j]).any():
-            raise DataError("requests: got an expert twice in one request, expected k different ones.")
     for name, array in (("mask", mask), ("doc", doc)):
         if array is not None and array.shape != (sequences, steps):
             raise DataError(f"{name}: got shape {array.shape}, expected {(sequences, steps)} as in requests.")
     valid = np.ones((sequences, steps), np.bool_) if mask is None else mask
+    for i, j in combinations(range(k), 2):
+        if ((requests[:, :, i] == requests[:, :, j]) & valid).any():
+            raise DataError("requests: got an expert twice in one request, expected k different ones.")
     cold = np.zeros((sequences, steps), np.bool_)
     cold[:, :1] = True
     if doc is not None:
