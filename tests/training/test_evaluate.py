@@ -15,6 +15,7 @@ from stickymoe.data.tokens import TokenSplit
 from stickymoe.errors import DataError
 from stickymoe.locality.metrics import switch_rate
 from stickymoe.models.gpt import GPT
+from stickymoe.routing.losses import anchor_loss, balance_loss, consistency_loss
 from stickymoe.runs.config import EvalConfig, RunConfig
 from stickymoe.training.build import build_model
 from stickymoe.training.evaluate import evaluate
@@ -110,7 +111,19 @@ def test_batches_do_not_matter(small: Callable[..., RunConfig]) -> None:
     one, many = (
         evaluate(model, text, replace(config, eval=EvalConfig(batch_size=size)), BYTES).metrics for size in (1, 64)
     )
+    assert one.pop("bal") == pytest.approx(many.pop("bal"), rel=0.05)  # f · p is of one batch, as in training
     assert one == pytest.approx(many, rel=1e-5)
+
+
+def test_loss_terms_are_those_of_the_variant(small: Callable[..., RunConfig]) -> None:
+    config = replace(small(variant="soft_hard"), eval=EvalConfig(batch_size=64))
+    model, text = model_of(config), split(81)
+    got = evaluate(model, text, config, BYTES).metrics
+    with torch.no_grad():
+        trace = model(torch.from_numpy(text.tokens[:80].astype(np.int64)).view(5, T)).trace
+    expected = {"bal": balance_loss(trace), "cons": consistency_loss(trace), "hard": anchor_loss(trace, window=4)}
+    assert {name: got[name] for name in expected} == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
+    assert got["ce"] == pytest.approx(math.log(got["ppl"]))
 
 
 def test_the_table_holds_every_token_and_its_metrics(small: Callable[..., RunConfig]) -> None:
@@ -132,7 +145,7 @@ def test_the_dense_control_routes_nothing(small: Callable[..., RunConfig]) -> No
     config = small(variant="dense")
     got = evaluate(model_of(config), split(40), config, BYTES)
     assert got.table is None
-    assert set(got.metrics) == {"ppl", "bits_per_byte", "targets"}
+    assert set(got.metrics) == {"ppl", "bits_per_byte", "targets", "ce"}
 
 
 def test_a_perplexity_beyond_any_float_is_none(small: Callable[..., RunConfig]) -> None:

@@ -16,8 +16,10 @@ from stickymoe.errors import DataError
 from stickymoe.locality import metrics as m
 from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.models.gpt import GPT
+from stickymoe.routing.losses import LossContext
 from stickymoe.routing.trace import RoutingTrace
 from stickymoe.runs.config import RunConfig
+from stickymoe.variants import Term
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,25 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: GPT, split: TokenSplit, config: RunConfig, token_bytes: Integer[np.ndarray, " vocab"]
+    model: GPT,
+    split: TokenSplit,
+    config: RunConfig,
+    token_bytes: Integer[np.ndarray, " vocab"],
+    *,
+    terms: tuple[Term, ...] | None = None,
 ) -> Evaluation:
-    """Perplexity, bits per byte and every locality metric of `model` on `split`."""
+    """Perplexity, bits per byte, every locality metric and the unweighted loss `terms` of `model` on `split`.
+
+    The terms are those of the variant's last phase unless given; one is the mean of its values on the batches, by
+    their tokens.
+    """
     T, k = config.model.seq_len, config.model.top_k
     device = model.token_embedding.weight.device
     n_chunks = n_eval_chunks(split, T)
     nats, n_targets, n_bytes = 0.0, 0, 0
     recorder: _Recorder | None = None
+    terms = config.variant.phases()[-1].terms if terms is None else terms
+    losses = dict.fromkeys((term.symbol for term in terms), 0.0)
     row = 0
     for batch in eval_batches(split, seq_len=T, batch_size=config.eval.batch_size, documents=config.data.documents):
         counted = batch.targets != NO_TARGET
@@ -57,6 +70,8 @@ def evaluate(
                 N = config.model.n_experts
                 recorder = _Recorder((out.trace.g.shape[0], n_chunks, T, k), N, doc is not None)
             recorder.add(row, batch.tokens, out.trace)
+            for term in terms:
+                losses[term.symbol] += float(term.fn(out.trace, LossContext()).mean()) * int(batch.mask.sum())
         row += len(batch.tokens)
 
     if n_targets == 0:
@@ -65,6 +80,7 @@ def evaluate(
         "ppl": math.exp(nats / n_targets) if nats / n_targets < 700 else None,
         "bits_per_byte": _number(nats / math.log(2) / n_bytes),
         "targets": n_targets,
+        "ce": _number(nats / n_targets),
     }
     if recorder is None:
         return Evaluation(nats / n_targets, values, {}, None)
@@ -80,6 +96,7 @@ def evaluate(
     }
     values |= {name: _number(layers.mean()) for name, layers in per_layer.items()}
     values |= {
+        **{symbol: _number(total / table.mask.sum()) for symbol, total in losses.items()},
         "effective_experts": _number(m.effective_experts(table)),
         "neglected_experts": m.neglected_experts(table),
     }

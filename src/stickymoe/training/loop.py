@@ -175,7 +175,7 @@ class _Run:
                 for span in ahead:
                     last = self._run_phase(span, start, stop)
             if not ahead:  # killed after the last checkpoint
-                last = self._evaluate(log=False)
+                last = self._evaluate(spans(self.config)[-1].phase, log=False)
             return self._finish(last)
         except InterruptedRunError:
             self._write(replace(self.record, status="interrupted"))
@@ -242,7 +242,7 @@ class _Run:
                     self._log_timing({"step": step, "time": time.time(), "tokens_per_s": clock.tokens_per_s})
                 if step % config.eval_every == 0 or step == total:
                     with clock.paused():
-                        evaluation = self._evaluate()
+                        evaluation = self._evaluate(span.phase)
                 stopping = self._agree(stop.is_set())
                 if step % config.checkpoint_every == 0 or step == span.last or stopping:
                     with clock.paused():
@@ -321,12 +321,14 @@ class _Run:
             return LossContext()
         return LossContext(load=self.accelerator.reduce(expert_load(trace), reduction="mean"))
 
-    def _evaluate(self, *, log: bool = True) -> Evaluation | None:
+    def _evaluate(self, phase: Phase, *, log: bool = True) -> Evaluation | None:
         """Measure the model on the validation split, in the main process."""
         evaluation = None
         if self.accelerator.is_main_process:
             with self.accelerator.autocast():
-                evaluation = evaluate(self.model, self.data.valid, self.config, self.data.token_bytes)
+                evaluation = evaluate(
+                    self.model, self.data.valid, self.config, self.data.token_bytes, terms=phase.terms
+                )
             if not math.isfinite(evaluation.nats):
                 raise self._diverged("validation loss", evaluation.nats, self.progress.step)
             if log:
