@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check setup clean
+.PHONY: demo test check setup browser results clean
 
 setup: .venv/.ready
 
@@ -11,11 +11,22 @@ setup: .venv/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
+# Chromium for the test that opens the report; where it cannot be installed that test is skipped.
+browser:
+	@command -v chromedriver >/dev/null || \
+	{ SUDO=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); \
+	  $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium chromium-driver; } \
+	>/dev/null 2>&1 || echo "chromium cannot be installed here: the browser test will be skipped"
+
 demo: setup
 	$(BIN)/stickymoe demo
 
-test: setup
+test: setup browser
 	$(BIN)/python -m pytest -n 2 -q
+
+# The published results, from the committed records.
+results: setup
+	$(BIN)/stickymoe report results -o docs/results.html
 
 check: setup
 	$(BIN)/ruff check .

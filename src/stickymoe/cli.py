@@ -27,6 +27,7 @@ commands:
   demo       train every variant on the embedded corpus and compare them (about four minutes)
   train      train one variant into a run folder
   sweep      carry out every run of a grid, such as the paper's table
+  report     put finished runs on a page: tables, figures, the text by its experts
   eval       measure a finished run again
   variants   list the variants with their equations
 
@@ -89,7 +90,8 @@ def _train(argv: list[str]) -> None:
         quiet=args.quiet,
     )
     if os.environ.get("RANK", "0") == "0":
-        _print_result(record, out)
+        _print_results([record])
+        print(out)
 
 
 def _train_config(args: argparse.Namespace, flags: list[str]) -> RunConfig:
@@ -127,12 +129,16 @@ def _print_train_help(parser: argparse.ArgumentParser, preset: str | None, varia
     sys.stdout.write(parser.format_help() + settings[settings.index("\n\n") :])
 
 
-def _print_result(record: RunRecord, out: Path) -> None:
-    from stickymoe.experiments.tables import Row, results_console, results_table
+def _print_results(records: Sequence[RunRecord]) -> None:
+    """A table for each group of runs that may be compared."""
+    from stickymoe.experiments.collection import Run, grouped
+    from stickymoe.experiments.tables import results, results_console, terminal
 
     console = results_console()
-    console.print(results_table([Row.from_record(record)]))
-    console.print(f"{out}", highlight=False, markup=False, soft_wrap=True)
+    for group in grouped(Run.of(record) for record in records):
+        if len(records) > 1:
+            console.print(group.title, highlight=False, markup=False)
+        console.print(terminal(results(group.rows, group.baseline if len(group.rows) > 1 else None)))
 
 
 def _eval(argv: list[str]) -> None:
@@ -144,11 +150,9 @@ def _eval(argv: list[str]) -> None:
     parser.add_argument("--data.path", dest="path", metavar="DIR", help="where the run's corpus lies now")
     args = parser.parse_args(argv)
 
-    from stickymoe.experiments.tables import Row, results_console, results_table
     from stickymoe.training.restore import evaluate_run
 
-    evaluation, label = evaluate_run(args.run, split=args.split, checkpoint=args.checkpoint, data_path=args.path)
-    results_console().print(results_table([Row(label, "complete", evaluation.metrics)]))
+    _print_results([evaluate_run(args.run, split=args.split, checkpoint=args.checkpoint, data_path=args.path)])
 
 
 def _demo(argv: list[str]) -> None:
@@ -177,7 +181,6 @@ def _sweep(argv: list[str]) -> None:
 
     from stickymoe.experiments.grids import chosen_rows, configs, load_grid
     from stickymoe.experiments.sweep import plan, sweep
-    from stickymoe.experiments.tables import Row, results_console, results_table
     from stickymoe.runs.record import RunRecord
 
     if args.jobs < 1:
@@ -190,13 +193,30 @@ def _sweep(argv: list[str]) -> None:
             print(f"{cell.run_id}  {cell.config.variant.label}  seed {cell.config.seed}  {cell.folder.path}")
         return
     sweep(cells, jobs=args.jobs)
-    rows = [Row.from_record(RunRecord.read(cell.folder.record)) for cell in cells]
-    results_console().print(results_table(rows))
+    _print_results([RunRecord.read(cell.folder.record) for cell in cells])
     failed = [cell for cell in cells if cell.status == "failed"]
     if failed:
         raise StickyError(
             f"{len(failed)} of {len(cells)} runs failed, first {failed[0].folder.path}: {failed[0].failure}"
         )
+
+
+def _report(argv: list[str]) -> None:
+    parser = _parser("report", "Put finished runs on a page that opens offline, its tables and figures beside it.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders with runs in or under them")
+    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write")
+    args = parser.parse_args(argv)
+
+    from stickymoe.experiments.report import report
+
+    collection = report(args.runs, args.out)
+    for bad in collection.damaged:
+        print(f"stickymoe: skipped {bad.path}: {bad.reason}", file=sys.stderr)
+    done = sum(run.complete for run in collection.runs)
+    print(
+        f"{args.out}  {done} of {len(collection.runs)} runs complete; tables and figures in {args.out.with_suffix('')}/"
+    )
 
 
 def _seeds(text: str) -> list[int]:
@@ -232,6 +252,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "eval": _eval,
     "sweep": _sweep,
+    "report": _report,
     "variants": _variants,
 }
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from stickymoe.experiments.collection import Run, grouped
 from stickymoe.experiments.grids import GRIDS, configs
 from stickymoe.experiments.ribbon import read_ribbon, ribbon_svg
 from stickymoe.experiments.sweep import plan, sweep
-from stickymoe.experiments.tables import LEGEND, Row, results_console, results_markdown, results_table
+from stickymoe.experiments.tables import LEGEND, markdown, results, results_console, terminal
 from stickymoe.runs.record import RunRecord
 
 NEXT = """\
@@ -17,6 +18,8 @@ Next:
       what each row does, with its equation
   {command} train --preset demo --variant soft --variant.lam 0.2 --out runs/soft
       one run with a strength of your own
+  {command} report {out} -o report.html
+      these runs on a page: tables, figures, the text by its experts
   {command} sweep cpu-small --data.corpus factbook --dry_run
       the runs of the paper's table, here on the embedded corpus; without --dry_run it carries them out
 """
@@ -30,12 +33,15 @@ def demo(out: Path, *, command: str = "stickymoe") -> None:
     """
     console = results_console()
     cells = sweep(plan(configs(GRIDS["demo"], seeds=[42], flags=[], source="demo"), out), jobs=os.cpu_count() or 1)
-    rows = [Row.from_record(RunRecord.read(cell.folder.record)) for cell in cells]
-    console.print(results_table(rows, baseline=rows[0]))
-    markdown, ribbon = out / "comparison.md", out / "ribbon.svg"
-    markdown.write_text(results_markdown(rows, baseline=rows[0]), encoding="utf-8")
+    (group,) = grouped(Run.of(RunRecord.read(cell.folder.record)) for cell in cells)
+    table = results(group.rows, group.baseline)
+    console.print(terminal(table))
+    comparison, ribbon = out / "comparison.md", out / "ribbon.svg"
+    comparison.write_text(markdown(table), encoding="utf-8")
     shown = [cell for cell in cells if cell.config.variant.name in SHOWN and cell.status == "complete"]
     ribbons = [read_ribbon(cell.folder.path, sequence=SEQUENCE, length=70) for cell in shown]
     ribbon.write_text(ribbon_svg(ribbons, layer=2), encoding="utf-8")
-    console.print(f"{LEGEND}\n\nWritten to {markdown}; {ribbon} shows the routing of a text.\n", highlight=False)
-    console.print(NEXT.format(command=command), highlight=False, soft_wrap=True)
+    console.print(
+        f"{LEGEND}\n\nWritten to {comparison}; {ribbon} shows the routing of a text.\n", highlight=False, soft_wrap=True
+    )
+    console.print(NEXT.format(command=command, out=out), highlight=False, soft_wrap=True)

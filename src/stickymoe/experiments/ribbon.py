@@ -12,7 +12,9 @@ from jaxtyping import Integer
 from tokenizers import Tokenizer
 
 from stickymoe.errors import RunError
+from stickymoe.locality.cache import Cache
 from stickymoe.locality.formats import load_table
+from stickymoe.runs.config import RunConfig
 from stickymoe.runs.folder import RunFolder
 from stickymoe.runs.record import RunRecord
 
@@ -22,29 +24,42 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 
 @dataclass(frozen=True)
 class Ribbon:
-    """A stretch of validation text and the heaviest expert of each token, layer by layer, in one run."""
+    """The start of a validation sequence and the heaviest expert of each token, layer by layer, in one run.
+
+    `loads` counts the experts that each token makes an LRU cache of `capacity` slots a layer fetch, over all k.
+    """
 
     label: str
     words: tuple[str, ...]
     experts: Integer[np.ndarray, "L n"]
+    loads: Integer[np.ndarray, "L n"]
+    n_experts: int
+    capacity: int
 
     def switches(self, layer: int) -> int:
         line = self.experts[layer]
         return int((line[1:] != line[:-1]).sum())
 
 
-def read_ribbon(run: Path, *, sequence: int = 0, start: int = 0, length: int = 96) -> Ribbon:
-    """A run's routing of `length` tokens of a validation sequence, from its folder."""
+def read_ribbon(run: Path, *, sequence: int = 0, length: int = 96) -> Ribbon:
+    """A run's routing of the first `length` tokens of a validation sequence, from its folder."""
     folder = RunFolder(run)
-    record = RunRecord.read(folder.record)
+    config = RunConfig.from_dict(RunRecord.read(folder.record).config)
     table = load_table(folder.routes)
     if table.tokens is None:
         raise RunError(f"{folder.routes} holds no tokens to show.")
+    real = np.asarray(table.mask[sequence, :length])
     tokenizer = Tokenizer.from_file(str(folder.tokenizer))
-    part = slice(start, start + length)
-    words = tuple(tokenizer.decode([int(t)]) for t in table.tokens[sequence, part])
-    label = record.config["variant"]["name"]
-    return Ribbon(label, words, np.asarray(table.S[:, sequence, part, 0]))
+    words = tuple(tokenizer.decode([int(t)]) for t in table.tokens[sequence, :length][real])
+    S = np.asarray(table.S[:, sequence, :length])[:, real]  # [L, n, k]
+    capacity = min(config.eval.capacities, default=2)
+    loads = np.array([_loads(layer, capacity) for layer in S])
+    return Ribbon(config.variant.label, words, S[..., 0], loads, table.n_experts, capacity)
+
+
+def _loads(S: Integer[np.ndarray, "n k"], capacity: int) -> list[int]:
+    cache = Cache(capacity=capacity)
+    return [len(cache.request([int(e) for e in experts]).loads) for experts in S]
 
 
 def ribbon_svg(ribbons: Sequence[Ribbon], *, layer: int, width: int = 860) -> str:

@@ -1,105 +1,233 @@
-"""Results as tables, for the terminal and as Markdown. Reads run records; never torch."""
+"""Results as tables: for the terminal, and as Markdown, LaTeX, CSV and HTML. Reads run records; never torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from html import escape
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
-from stickymoe.runs.config import RunConfig
-from stickymoe.runs.record import RunRecord
+from stickymoe.experiments.collection import Row, Value
 
-# Heading, key in the metrics, format. Arrows say which way is better.
-Column = tuple[str, str, str]
-_BEFORE: list[Column] = [
-    ("PPL ↓", "ppl", ".2f"),
-    ("bpb ↓", "bits_per_byte", ".3f"),
-    ("SR ↓", "switch_rate", ".3f"),
-    ("CHR ↑", "cache_hit_rate", ".3f"),
-]
-_AFTER: list[Column] = [
-    ("UE ↑", "utilisation_entropy", ".3f"),
-    ("gate H", "gate_entropy", ".3f"),
-    ("neglected", "neglected_experts", "d"),
-]
-_ALL_SLOTS = "cache_hit_rate_all_c"
+ALL_SLOTS = "cache_hit_rate_all_c"
 LEGEND = (
     "bpb bits per byte · SR switch rate of the top-1 expert · CHR its hit rate in an LRU cache of 2 slots a layer · "
-    "all C: the same over all k experts · UE utilisation entropy, bits · gate H mean entropy of the gates, bits"
+    "all C: the same over all k experts · UE utilisation entropy, bits · gate H mean entropy of the gates, bits · "
+    "× times fewer misses than vanilla"
 )
+NOTHING = "–"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the results table."""
+class Figure:
+    """A value and how many digits of it are worth showing."""
 
-    label: str
-    status: str
-    metrics: dict[str, Any]
+    value: Value
+    form: str
 
-    @classmethod
-    def from_record(cls, record: RunRecord) -> Row:
-        label = RunConfig.from_dict(record.config).variant.label
-        return cls(label, record.status, record.metrics)
+    @property
+    def mean(self) -> str:
+        return "∞" if math.isinf(self.value.mean) else format(self.value.mean, self.form)
+
+    @property
+    def sd(self) -> str:
+        sd = self.value.sd
+        return "" if sd is None or not math.isfinite(sd) else format(sd, self.form.lstrip("+"))
+
+    def __str__(self) -> str:
+        return f"{self.mean} ± {self.sd}" if self.sd else self.mean
+
+
+Cell = str | Figure
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings and cells, the first column a label. `name` is for files."""
+
+    name: str
+    caption: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading and what stands under it for a row, given the baseline's row."""
+
+    heading: str
+    cell: Callable[[Row, Row | None], Value | None]
+    form: str
+    needs_baseline: bool = False
+
+
+def _measured(heading: str, metric: str, form: str) -> Column:
+    return Column(heading, lambda row, base: row.metric(metric), form)
+
+
+def _fewer(heading: str, hit_rate: str) -> Column:
+    def cell(row: Row, base: Row | None) -> Value | None:
+        return None if base is None or row is base else row.fewer_misses(base, hit_rate)
+
+    return Column(heading, cell, ".2f", needs_baseline=True)
+
+
+def _change(row: Row, base: Row | None) -> Value | None:
+    return None if base is None or row is base else row.change(base)
+
+
+def capacities(rows: Sequence[Row]) -> list[int]:
+    """Every capacity for which all-slots hit rates were measured."""
+    names = {name for row in rows for run in row.complete for name in run.record.metrics if name.startswith(ALL_SLOTS)}
+    return sorted(int(name.removeprefix(ALL_SLOTS)) for name in names)
 
 
 def _columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns for `rows`: all-slots hit rates for every capacity that was measured."""
-    sizes = {int(key.removeprefix(_ALL_SLOTS)) for row in rows for key in row.metrics if key.startswith(_ALL_SLOTS)}
-    return [*_BEFORE, *((f"all C={C} ↑", f"{_ALL_SLOTS}{C}", ".3f") for C in sorted(sizes)), *_AFTER]
+    """The paper's columns in its order, then what it lacks. Arrows say which way is better."""
+    all_slots = [
+        column
+        for C in capacities(rows)
+        for column in (_measured(f"all C={C} ↑", f"{ALL_SLOTS}{C}", ".3f"), _fewer(f"× C={C}", f"{ALL_SLOTS}{C}"))
+    ]
+    return [
+        _measured("PPL ↓", "ppl", ".2f"),
+        Column("ΔPPL %", _change, "+.1f", needs_baseline=True),
+        _measured("SR ↓", "switch_rate", ".3f"),
+        _measured("CHR ↑", "cache_hit_rate", ".3f"),
+        _fewer("× top-1", "cache_hit_rate"),
+        _measured("UE ↑", "utilisation_entropy", ".3f"),
+        _measured("bpb ↓", "bits_per_byte", ".3f"),
+        *all_slots,
+        _measured("gate H", "gate_entropy", ".3f"),
+        _measured("neglected", "neglected_experts", ".3g"),
+    ]
 
 
-def _cells(rows: Sequence[Row], baseline: Row | None) -> list[list[str]]:
-    out = []
-    columns = _columns(rows)
+def results(rows: Sequence[Row], baseline: Row | None = None, *, name: str = "results", caption: str = "") -> Table:
+    """The results table; perplexity and misses also relative to `baseline` if there is one."""
+    columns = [column for column in _columns(rows) if baseline is not None or not column.needs_baseline]
+    seeds = any(len(row.runs) > 1 for row in rows)
+    lines = []
     for row in rows:
-        if row.status != "complete":
-            out.append([row.label, *[row.status] * (len(columns) + (baseline is not None))])
-            continue
-        cells = [row.label]
-        for heading, key, form in columns:
-            value = row.metrics.get(key)
-            cells.append("–" if value is None else format(value, form))
-            if heading.startswith("PPL") and baseline is not None:
-                cells.append(_change(row, baseline))
-        out.append(cells)
-    return out
+        if row.complete:
+            cells = [_figure(column.cell(row, baseline), column.form) for column in columns]
+        else:
+            cells = [row.status] * len(columns)
+        lines.append((row.label, *([_seeds(row)] if seeds else []), *cells))
+    headings = ("variant", *(["seeds"] if seeds else []), *(column.heading for column in columns))
+    return Table(name, caption, headings, tuple(lines))
 
 
-def _change(row: Row, baseline: Row) -> str:
-    ppl, base = row.metrics.get("ppl"), baseline.metrics.get("ppl")
-    if ppl is None or base is None or row is baseline:
-        return "–"
-    return f"{100 * (ppl / base - 1):+.1f}"
+def _figure(value: Value | None, form: str) -> Cell:
+    return NOTHING if value is None else Figure(value, form)
 
 
-def _headings(rows: Sequence[Row], baseline: Row | None) -> list[str]:
-    names = [heading for heading, _, _ in _columns(rows)]
-    return ["variant", names[0], *(["ΔPPL %"] if baseline is not None else []), *names[1:]]
+def _seeds(row: Row) -> str:
+    unfinished = len(row.runs) - len(row.complete)
+    return f"{len(row.complete)}" + (f" ({unfinished} not complete)" if unfinished else "")
 
 
-def results_table(rows: Sequence[Row], baseline: Row | None = None) -> Table:
-    """The results for a terminal; perplexity also relative to `baseline` if there is one."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, heading in enumerate(_headings(rows, baseline)):
-        table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
-    for cells in _cells(rows, baseline):
-        table.add_row(*cells)
-    return table
-
-
-def results_markdown(rows: Sequence[Row], baseline: Row | None = None) -> str:
-    headings = _headings(rows, baseline)
-    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *_cells(rows, baseline)]
+def markdown(table: Table) -> str:
+    lines = [list(table.headings), ["---"] + ["---:"] * (len(table.headings) - 1)]
+    lines += [[str(cell).replace("|", "\\|") for cell in row] for row in table.rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def csv_text(table: Table) -> str:
+    """One column per heading, and another for the deviation where there is one."""
+    columns = zip(*table.rows, strict=True)
+    spread = [any(isinstance(cell, Figure) and cell.sd for cell in column) for column in columns]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    heads = zip(table.headings, spread, strict=True)
+    writer.writerow([h for heading, two in heads for h in ([heading, f"{heading} sd"] if two else [heading])])
+    for row in table.rows:
+        cells: list[str] = []
+        for cell, two in zip(row, spread, strict=True):
+            mean, sd = (cell.mean, cell.sd) if isinstance(cell, Figure) else (cell, "")
+            cells += [mean, sd] if two else [mean]
+        writer.writerow(cells)
+    return out.getvalue()
+
+
+_LATEX = {
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "↓": r"$\downarrow$",
+    "↑": r"$\uparrow$",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "∞": r"$\infty$",
+    "−": "$-$",
+    "·": r"$\cdot$",
+    "–": "--",
+    "Δ": r"$\Delta$",
+    "λ": r"$\lambda$",
+    "α": r"$\alpha$",
+    "β": r"$\beta$",
+    "γ": r"$\gamma$",
+    "μ": r"$\mu$",
+}
+
+
+def latex_escaped(text: str) -> str:
+    return "".join(_LATEX.get(c, c) for c in text)
+
+
+def latex(table: Table) -> str:
+    """A booktabs table."""
+    lines = [
+        r"\begin{table}[t]",
+        r"\centering\small",
+        rf"\caption{{{latex_escaped(table.caption)}}}",
+        rf"\label{{tab:{table.name}}}",
+        rf"\begin{{tabular}}{{l{'r' * (len(table.headings) - 1)}}}",
+        r"\toprule",
+        " & ".join(latex_escaped(h) for h in table.headings) + r" \\",
+        r"\midrule",
+        *(" & ".join(latex_escaped(str(cell)) for cell in row) + r" \\" for row in table.rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def html(table: Table) -> str:
+    head = "".join(f'<th scope="col">{escape(h)}</th>' for h in table.headings)
+    body = "".join(
+        f'<tr><th scope="row">{escape(str(row[0]))}</th>{"".join(_html_cell(cell) for cell in row[1:])}</tr>'
+        for row in table.rows
+    )
+    caption = f"<caption>{escape(table.caption)}</caption>" if table.caption else ""
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _html_cell(cell: Cell) -> str:
+    if isinstance(cell, Figure) and cell.sd:
+        return f'<td>{escape(cell.mean)} <span class="sd">± {escape(cell.sd)}</span></td>'
+    return f"<td>{escape(str(cell))}</td>"
+
+
+def terminal(table: Table) -> RichTable:
+    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, heading in enumerate(table.headings):
+        shown.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in table.rows:
+        shown.add_row(*(str(cell) for cell in row))
+    return shown
 
 
 def results_console() -> Console:
     """A console that never squeezes the table, whatever the width it reports."""
     console = Console()
-    console.width = max(console.width, 120)
+    console.width = max(console.width, 400)
     return console

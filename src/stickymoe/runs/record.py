@@ -46,9 +46,13 @@ class RunRecord:
         if not isinstance(values, dict) or values.get("schema") != SCHEMA or not set(values) <= known:
             raise RunError(f"{path} is damaged or of another version: expected a run record with schema {SCHEMA}.")
         try:
-            return cls(**values)
+            record = cls(**values)
         except TypeError as e:
             raise RunError(f"{path} is damaged: {e}.") from e
+        for name in ("config", "data", "environment", "metrics", "per_layer"):
+            if not isinstance(getattr(record, name), dict):
+                raise RunError(f"{path} is damaged: {name} is {getattr(record, name)!r}, expected a mapping.")
+        return record
 
 
 def earlier_run(folder: RunFolder, record: RunRecord, *, resume: bool) -> RunRecord | None:

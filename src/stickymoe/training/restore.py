@@ -13,7 +13,7 @@ from stickymoe.runs.record import RunRecord
 from stickymoe.runs.settings import read_config
 from stickymoe.training.build import build_model, make_accelerator
 from stickymoe.training.checkpoint import find_checkpoint, load_model
-from stickymoe.training.evaluate import Evaluation, evaluate
+from stickymoe.training.evaluate import evaluate
 
 
 def evaluate_run(
@@ -22,8 +22,8 @@ def evaluate_run(
     split: Literal["valid", "test"] = "valid",
     checkpoint: str | None = None,
     data_path: str | None = None,
-) -> tuple[Evaluation, str]:
-    """The evaluation of a run's newest or named checkpoint, and the run's label."""
+) -> RunRecord:
+    """The run's record with the metrics of its newest or named checkpoint on `split`, measured now."""
     folder = RunFolder(run)
     record = RunRecord.read(folder.record)
     config = read_config(file=folder.config)
@@ -46,4 +46,4 @@ def evaluate_run(
     model.to(accelerator.device)
     with accelerator.autocast():
         evaluation = evaluate(model, getattr(data, split), config, data.token_bytes)
-    return evaluation, config.variant.label
+    return replace(record, status="complete", metrics=evaluation.metrics, per_layer=evaluation.per_layer)

@@ -90,7 +90,7 @@ class Variant:
     def label(self) -> str:
         """`soft λ=0.1`: the name and the hyper-parameters under the paper's symbols; a switch shows when it is on."""
         parts = [self.name]
-        for f, value in self._shown():
+        for f, value in self.shown():
             symbol = f.metadata.get("symbol", f.name)
             parts.append(symbol if isinstance(value, bool) else f"{symbol}={value:g}")
         return " ".join(parts)
@@ -98,9 +98,10 @@ class Variant:
     @property
     def key(self) -> str:
         """`soft-lam0.1`: the label in plain letters, for file names."""
-        return "-".join([self.name, *(f"{f.name}{value:g}" for f, value in self._shown())])
+        return "-".join([self.name, *(f"{f.name}{value:g}" for f, value in self.shown())])
 
-    def _shown(self) -> list[tuple[dataclasses.Field[Any], Any]]:
+    def shown(self) -> list[tuple[dataclasses.Field[Any], Any]]:
+        """The hyper-parameters that tell this variant from its kin, with their fields."""
         values = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
         return [(f, value) for f, value in values if f.metadata.get("always") or value != f.default]
 

@@ -1,0 +1,338 @@
+"""The figures of a report, as Altair charts: they draw themselves on the page and are saved as SVG and PNG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import altair as alt
+
+from stickymoe.experiments.collection import Group, Row
+from stickymoe.experiments.ribbon import PALETTE
+from stickymoe.experiments.tables import ALL_SLOTS, capacities
+
+Chart = Any  # altair's charts share no useful base type
+Points = list[dict[str, Any]]
+
+_INK, _MUTED = "#222", "#767676"
+_SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
+_MAX_CURVE = 50  # points of one curve; more cannot be told apart
+
+
+def _values(points: Points) -> alt.InlineData:
+    return alt.InlineData(values=points)
+
+
+def _round(x: float, digits: int = 5) -> float:
+    """Fewer digits than a screen has pixels, more than it can show."""
+    return float(f"{x:.{digits}g}")
+
+
+def _families(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row.variant.name for row in rows))
+
+
+def _colour(families: Sequence[str]) -> alt.Color:
+    colours = [PALETTE[i % len(PALETTE)] for i in range(len(families))]
+    scale = alt.Scale(domain=list(families), range=colours)
+    return alt.Color("family:N", scale=scale, legend=alt.Legend(title=None, orient="bottom"))
+
+
+def _style(families: Sequence[str]) -> dict[str, Any]:
+    """Colour and shape both tell the family, so that colour need not be seen."""
+    shapes = [_SHAPES[i % len(_SHAPES)] for i in range(len(families))]
+    scale = alt.Scale(domain=list(families), range=shapes)
+    return {"color": _colour(families), "shape": alt.Shape("family:N", scale=scale)}
+
+
+def frontier(points: Points) -> Points:
+    """The points that no other beats in both `cost` (lower is better) and `ppl`, by cost."""
+    best, out = math.inf, []
+    for point in sorted(points, key=lambda p: (p["cost"], p["ppl"])):
+        if point["ppl"] < best:
+            best = point["ppl"]
+            out.append(point)
+    return out
+
+
+def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool = False) -> Chart | None:
+    """Perplexity against a locality metric, the frontier drawn, the controls as lines.
+
+    `better` is the good direction of the axis, `lower` or `higher`; `misses` shows 1 − the metric.
+    """
+    points: Points = []
+    for row in group.routed:
+        x, ppl = row.metric(metric), row.metric("ppl")
+        if x is None or ppl is None:
+            continue
+        value = 1 - x.mean if misses else x.mean
+        points.append(
+            {
+                "label": row.label,
+                "family": row.variant.name,
+                "x": _round(value),
+                "ppl": _round(ppl.mean),
+                "low": _round(ppl.mean - (ppl.sd or 0)),
+                "high": _round(ppl.mean + (ppl.sd or 0)),
+                "left": _round(value - (x.sd or 0)),
+                "right": _round(value + (x.sd or 0)),
+                "seeds": ppl.n,
+                "cost": value if better == "lower" else -value,
+            }
+        )
+    if not points:
+        return None
+    at_x = alt.X("x:Q", title=title, scale=alt.Scale(zero=False, nice=True, padding=18))
+    quality = "perplexity (lower is better)"
+    at_y = alt.Y("ppl:Q", title=quality, scale=alt.Scale(zero=False, padding=18))
+    base = alt.Chart(_values(points))
+    tooltip = [
+        alt.Tooltip("label:N", title="run"),
+        alt.Tooltip("x:Q", title=title.split(" (")[0], format=".3f"),
+        alt.Tooltip("ppl:Q", title="PPL", format=".2f"),
+        alt.Tooltip("seeds:Q"),
+    ]
+    best = frontier(points)
+    named = [p for p in points if p in best or p["label"] == "vanilla"]
+    line = alt.Chart(_values(best)).mark_line(color=_MUTED, strokeDash=[5, 4], interpolate="step-after")
+    layers = [
+        line.encode(x=at_x, y=at_y, order="cost:Q"),
+        base.mark_rule(color=_MUTED, opacity=0.6).encode(x=at_x, y=alt.Y("low:Q", title=quality), y2="high:Q"),
+        base.mark_rule(color=_MUTED, opacity=0.6).encode(x=alt.X("left:Q", title=title), x2="right:Q", y=at_y),
+        *_controls(group),
+        base.mark_point(size=110, filled=True, opacity=1, stroke="white", strokeWidth=0.8).encode(
+            x=at_x, y=at_y, tooltip=tooltip, **_style(_families(group.routed))
+        ),
+        alt.Chart(_values(named))
+        .mark_text(align="left", dx=8, dy=-6, fontSize=10, color=_INK)
+        .encode(x=at_x, y=at_y, text="label:N"),
+    ]
+    return alt.layer(*layers).properties(width=460, height=340)
+
+
+def _controls(group: Group) -> list[Chart]:
+    """What costs no misses at all, as lines to hold a trade-off against."""
+    points = [
+        {
+            "ppl": _round(ppl),
+            "name": f"{row.label} (no misses)" if name == "trajectory" else f"{row.label} (no experts)",
+        }
+        for name in ("dense", "trajectory")
+        for row in group.complete
+        if row.variant.name == name and (ppl := row.mean("ppl")) is not None
+    ]
+    if not points:
+        return []
+    base = alt.Chart(_values(points)).encode(y="ppl:Q")
+    rule = base.mark_rule(color=_INK, strokeDash=[2, 3]).encode(tooltip=["name:N", alt.Tooltip("ppl:Q", title="PPL")])
+    name = base.mark_text(align="left", dx=4, dy=-5, fontSize=10, color=_INK).encode(x=alt.value(0), text="name:N")
+    return [rule, name]
+
+
+def layers(group: Group) -> Chart | None:
+    """Switch rate of every layer."""
+    points = [
+        {"label": row.label, "layer": f"L{i}", "rate": _round(rate, 3)}
+        for row in group.routed
+        for i, rate in enumerate(row.per_layer("switch_rate") or [])
+    ]
+    if not points:
+        return None
+    labels = [row.label for row in group.routed]
+    base = alt.Chart(_values(points)).encode(
+        x=alt.X("layer:N", title=None, axis=alt.Axis(orient="top", labelAngle=0)),
+        y=alt.Y("label:N", sort=labels, title=None, axis=alt.Axis(labelLimit=260)),
+        tooltip=["label:N", "layer:N", alt.Tooltip("rate:Q", title="switch rate", format=".3f")],
+    )
+    scale = alt.Scale(scheme="viridis", domain=[0, 1], reverse=True)
+    cells = base.mark_rect().encode(color=alt.Color("rate:Q", scale=scale, title="switch rate"))
+    dark = alt.condition("datum.rate > 0.45", alt.value("white"), alt.value("black"))
+    return (cells + base.mark_text(fontSize=11).encode(text=alt.Text("rate:Q", format=".2f"), color=dark)).properties(
+        width=70 * len({p["layer"] for p in points}), height=22 * len(labels)
+    )
+
+
+_TERMS = {
+    "ce": "cross-entropy",
+    "bal": "balance loss",
+    "cons": "consistency loss",
+    "hard": "anchor loss",
+    "switch_rate": "switch rate",
+}
+
+
+def curves(group: Group) -> Chart | None:
+    """Every loss term over training, on the training batches and on the validation split; the mean over seeds."""
+    points: Points = []
+    terms: dict[str, None] = {}
+    for row in group.complete:
+        for part in ("train", "valid"):
+            for term, line in _curve(row, part).items():
+                terms[term] = None
+                points += [
+                    {"label": row.label, "family": row.variant.name, "term": term, "part": part, "step": s, "value": v}
+                    for s, v in line
+                ]
+    if not points:
+        return None
+    ordered = [*(t for t in _TERMS if t in terms), *(t for t in terms if t not in _TERMS)]
+    colour = _colour(_families(group.complete))
+    panels = [
+        _panel([p for p in points if (p["term"], p["part"]) == (term, part)], term, part, colour)
+        for term in ordered
+        for part in ("train", "valid")
+        if any((p["term"], p["part"]) == (term, part) for p in points)
+    ]
+    return alt.concat(*panels, columns=2).resolve_scale(color="shared")
+
+
+def _panel(points: Points, term: str, part: str, colour: alt.Color) -> Chart:
+    chosen = alt.selection_point(fields=["label"], on="pointerover", name=f"{term}_{part}")
+    shown = [{key: p[key] for key in ("label", "family", "step", "value")} for p in points]
+    return (
+        alt.Chart(_values(shown))
+        .mark_line(strokeWidth=1.6, point={"size": 12} if part == "valid" else False)
+        .encode(
+            x=alt.X("step:Q", title="step"),
+            y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)),
+            color=colour,
+            detail="label:N",
+            opacity=alt.condition(chosen, alt.value(0.9), alt.value(0.12)),
+            tooltip=["label:N", "step:Q", alt.Tooltip("value:Q", format=".4g")],
+        )
+        .add_params(chosen)
+        .properties(
+            width=400,
+            height=150,
+            title=f"{_TERMS.get(term, term)}, {'training' if part == 'train' else 'validation'}",
+        )
+    )
+
+
+def _curve(row: Row, part: str) -> dict[str, list[tuple[int, float]]]:
+    """Each term's line: its mean over the seeds whose metrics are at hand, thinned."""
+    sums: dict[str, dict[int, list[float]]] = {}
+    for run in row.complete:
+        if run.folder is None or not run.folder.metrics.exists():
+            continue
+        for line in run.folder.read_metrics():
+            for term, value in line.get(part, {}).items():
+                if value is not None and (part == "train" or term in _TERMS) and term not in ("loss", "grad_norm"):
+                    sums.setdefault(term, {}).setdefault(line["step"], []).append(value)
+    return {
+        term: _thinned([(step, _round(sum(values) / len(values))) for step, values in sorted(by_step.items())])
+        for term, by_step in sums.items()
+    }
+
+
+def _thinned(line: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    every = math.ceil(len(line) / _MAX_CURVE)
+    kept = line[::every]
+    return kept if kept[-1] == line[-1] else [*kept, line[-1]]
+
+
+def utilisation(group: Group) -> Chart | None:
+    """How often each expert is used, layer by layer; the line is the even share."""
+    N = group.config.model.n_experts
+    points: Points = []
+    for row in group.routed:
+        for expert in range(N):
+            shares = row.per_layer(f"utilisation_{expert}") or []
+            points += [
+                {"label": row.label, "layer": f"L{i}", "expert": expert, "share": _round(share, 3)}
+                for i, share in enumerate(shares)
+            ]
+    if not points:
+        return None
+    labels = [row.label for row in group.routed]
+    return (
+        alt.Chart(_values(points))
+        .mark_rect()
+        .encode(
+            x=alt.X("expert:O", title=None, axis=alt.Axis(labelAngle=0, labels=N <= 16, ticks=False)),
+            y=alt.Y("label:N", sort=labels, title=None, axis=alt.Axis(labelLimit=260)),
+            color=alt.Color(
+                "share:Q",
+                title="share of uses",
+                scale=alt.Scale(scheme="purpleorange", domainMid=1 / N, domain=[0, 2 / N], clamp=True),
+            ),
+            column=alt.Column("layer:N", title=None, spacing=6),
+            tooltip=["label:N", "layer:N", "expert:O", alt.Tooltip("share:Q", format=".3f")],
+        )
+        .properties(width=max(18 * N, 70), height=18 * len(labels))
+    )
+
+
+def switches_and_misses(group: Group) -> Chart | None:
+    """Are fewer switches fewer misses? Each layer of each run a point, per capacity."""
+    points: Points = []
+    for row in group.routed:
+        rates = row.per_layer("switch_rate") or []
+        for C in capacities(group.rows):
+            hits = row.per_layer(f"{ALL_SLOTS}{C}") or []
+            points += [
+                {
+                    "label": row.label,
+                    "family": row.variant.name,
+                    "layer": f"L{i}",
+                    "cache": f"all slots, C={C}",
+                    "sr": _round(rate, 4),
+                    "misses": _round(1 - hit, 4),
+                }
+                for i, (rate, hit) in enumerate(zip(rates, hits, strict=True))
+            ]
+    if not points:
+        return None
+    return (
+        alt.Chart(_values(points))
+        .mark_point(size=60, filled=True, opacity=0.85)
+        .encode(
+            x=alt.X("sr:Q", title="switch rate of the top-1 expert", scale=alt.Scale(zero=False)),
+            y=alt.Y("misses:Q", title="misses per access"),
+            column=alt.Column("cache:N", title=None),
+            tooltip=["label:N", "layer:N", alt.Tooltip("sr:Q", format=".3f"), alt.Tooltip("misses:Q", format=".3f")],
+            **_style(_families(group.routed)),
+        )
+        .properties(width=330, height=260)
+    )
+
+
+def access_patterns(n_tokens: int = 4, n_layers: int = 4) -> Chart:
+    """The appendix's two orders of access: layer by layer over the tokens, and token by token through the layers."""
+    panels = []
+    for name, colour in (("prefill: one layer at a time", PALETTE[0]), ("decode: one token at a time", PALETTE[5])):
+        by_layer = name.startswith("prefill")
+        steps = [
+            {"token": t, "layer": l, "step": (l * n_tokens + t if by_layer else t * n_layers + l) + 1}
+            for t in range(n_tokens)
+            for l in range(n_layers)
+        ]
+        tokens = ["t", *(f"t+{i}" for i in range(1, n_tokens))]
+        names = [{**s, "token": tokens[s["token"]], "layer": f"L{s['layer']}"} for s in steps]
+        base = alt.Chart(_values(names)).encode(
+            x=alt.X("token:N", sort=tokens, title="token", axis=alt.Axis(labelAngle=0, orient="bottom")),
+            y=alt.Y("layer:N", title=None),
+        )
+        panels.append(
+            (
+                base.mark_rect(fill="#f3f3f3", stroke="white", strokeWidth=2)
+                + base.mark_line(color=colour, strokeWidth=2.5, opacity=0.55).encode(order="step:Q")
+                + base.mark_circle(size=420, color=colour, opacity=1)
+                + base.mark_text(color="white", fontWeight="bold", fontSize=12).encode(text="step:Q")
+            ).properties(width=240, height=210, title=name)
+        )
+    return alt.hconcat(*panels, spacing=40)
+
+
+def themed(chart: Chart) -> dict[str, Any]:
+    """The chart's Vega-Lite specification in the report's own look."""
+    spec: dict[str, Any] = chart.configure(
+        font="system-ui, DejaVu Sans, sans-serif",
+        background="white",
+        axis=alt.AxisConfig(gridColor="#ececec", labelColor=_INK, titleColor=_INK, titleFontWeight="normal"),
+        title=alt.TitleConfig(fontSize=12, fontWeight="normal", anchor="start", color=_INK),
+        view=alt.ViewConfig(stroke=None),
+        legend=alt.LegendConfig(labelColor=_INK, titleFontWeight="normal", symbolOpacity=1),
+    ).to_dict()
+    return spec

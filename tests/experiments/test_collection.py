@@ -1,0 +1,125 @@
+"""Runs are put together only where they may be compared; nothing that was found is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.records import a_run, write
+from stickymoe.errors import RunError
+from stickymoe.experiments.collection import Row, Value, collect, grouped
+
+
+def test_rows_are_in_the_papers_order_with_ablations_after_their_kin():
+    soft = {"name": "soft", "lam": 0.5}
+    variants = [
+        "dense",
+        "oracle",
+        {**soft, "gate_only": True},
+        soft,
+        {"name": "soft", "lam": 0.05},
+        {"name": "soft_hard", "alpha": 1.0},
+        "remoe",
+        "hard_window",
+        "vanilla",
+    ]
+    (group,) = grouped(a_run(variant) for variant in variants)
+    assert [row.label for row in group.rows] == [
+        "vanilla",
+        "soft λ=0.05",
+        "soft λ=0.5",
+        "soft λ=0.5 gate only",
+        "hard_window W=4 β=10",
+        "soft_hard λ=0.1 α=1 W=4",
+        "remoe λ=0.1",
+        "oracle",
+        "dense",
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"fingerprint": "e" * 64},
+        {"settings": {"train": {"steps": 2000}}},
+        {"settings": {"model": {"d_model": 256}}},
+        {"settings": {"data": {"documents": True}}},
+        {"settings": {"train": {"lr": 0.1}}},
+    ],
+)
+def test_what_differs_in_data_model_or_protocol_stands_apart(other):
+    groups = grouped([a_run("vanilla"), a_run("oracle"), a_run("vanilla", **other)])
+    assert [len(group.rows) for group in groups] == [2, 1]
+
+
+def test_how_often_a_run_was_looked_at_does_not_matter():
+    often = {"train": {"eval_every": 10, "log_every": 1, "checkpoint_every": 7}}
+    assert len(grouped([a_run("vanilla"), a_run("oracle", settings=often)])) == 1
+
+
+def test_seeds_are_one_row_with_mean_and_deviation():
+    (group,) = grouped(a_run("vanilla", seed=seed, ppl=ppl) for seed, ppl in ((42, 100.0), (43, 102.0), (44, 104.0)))
+    assert group.rows[0].metric("ppl") == Value(mean=102.0, sd=2.0, n=3)
+    assert group.rows[0].metric("nothing") is None
+
+
+def test_changes_are_by_pairs_of_a_seed():
+    base = Row.of([a_run("vanilla", seed=42, ppl=100.0), a_run("vanilla", seed=43, ppl=200.0)])
+    row = Row.of(
+        [a_run("soft", seed=42, ppl=110.0), a_run("soft", seed=43, ppl=220.0), a_run("soft", seed=44, ppl=1.0)]
+    )
+    change = row.change(base)
+    assert (change.mean, change.sd, change.n) == (pytest.approx(10), pytest.approx(0, abs=1e-9), 2)
+    alone = Row.of([a_run("soft", seed=50, ppl=165.0)]).change(base)
+    assert (alone.mean, alone.sd) == (pytest.approx(10), None)
+
+
+def test_fewer_misses_is_the_papers_factor():
+    base = Row.of([a_run("vanilla", cache_hit_rate=0.5376)])
+    row = Row.of([a_run("soft", cache_hit_rate=0.8817)])
+    assert row.fewer_misses(base, "cache_hit_rate").mean == pytest.approx(3.91, abs=0.01)
+    never = Row.of([a_run("oracle", cache_hit_rate=1.0)])
+    assert never.fewer_misses(base, "cache_hit_rate").mean == float("inf")
+
+
+def test_a_run_found_twice_counts_once_and_the_complete_one_wins(tmp_path):
+    write(a_run("vanilla", status="interrupted"), tmp_path / "old")
+    write(a_run("vanilla"), tmp_path / "new")
+    collection = collect([tmp_path, tmp_path / "new"])
+    assert [run.complete for run in collection.runs] == [True]
+
+
+def test_a_damaged_record_is_named_and_the_rest_goes_on(tmp_path):
+    write(a_run("vanilla"), tmp_path)
+    bad = {"cut": '{"run_id": "a', "foreign": '{"schema": 99}', "typed": None, "variant": None}
+    for name, text in bad.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        record = a_run("soft").record
+        if name == "typed":
+            record = type(record)(**{**record.__dict__, "metrics": 3})
+        if name == "variant":
+            record = type(record)(**{**record.__dict__, "config": {**record.config, "variant": {"name": "gone"}}})
+        record.write(folder / "record.json")
+        if text is not None:
+            (folder / "record.json").write_text(text)
+    collection = collect([tmp_path])
+    assert len(collection.runs) == 1
+    assert sorted(bad.path.parent.name for bad in collection.damaged) == ["cut", "foreign", "typed", "variant"]
+    assert all(bad.reason for bad in collection.damaged)
+
+
+def test_nothing_to_report_is_refused_in_one_line(tmp_path):
+    with pytest.raises(RunError, match=r"There is no run in .* \(no record.json\)"):
+        collect([tmp_path])
+    with pytest.raises(RunError, match="is no folder"):
+        collect([tmp_path / "nowhere"])
+    write(a_run("vanilla", status="failed"), tmp_path)
+    write(a_run("soft", status="interrupted"), tmp_path)
+    with pytest.raises(RunError, match=r"No run in .* is complete \(1 failed, 1 interrupted\): The loss became nan"):
+        collect([tmp_path])
+
+
+def test_groups_of_one_size_have_names_of_their_own(tmp_path):
+    write(a_run("vanilla"), tmp_path)
+    write(a_run("vanilla", fingerprint="e" * 64), tmp_path)
+    assert list(collect([tmp_path]).names()) == ["small-1000", "small-1000-2"]
