@@ -11,6 +11,7 @@ import torch
 
 from stickymoe.cli import COMMANDS, main
 from stickymoe.experiments.grids import configs, load_grid
+from stickymoe.experiments.report import report
 from stickymoe.runs.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +67,16 @@ def test_the_guides_grid_is_one(tmp_path):
     assert [run.variant.name for run in runs] == ["vanilla", "soft", "soft_hard"]
 
 
+def test_the_published_results_follow_from_the_committed_records(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    report([Path("results")], tmp_path / "results.html")
+    assert (tmp_path / "results.md").read_text() == (ROOT / "docs" / "results.md").read_text()
+    fresh = {p.relative_to(tmp_path): p for p in (tmp_path / "results" / "tables").iterdir()}
+    assert {p.relative_to(ROOT / "docs") for p in (ROOT / "docs" / "results" / "tables").iterdir()} == set(fresh)
+    for name, file in fresh.items():
+        assert file.read_text() == (ROOT / "docs" / name).read_text(), name
+
+
 def test_the_file_tree_is_true():
     tree = re.search(r"^    src/stickymoe/\n((?:      \S.*\n)+)", (ROOT / "README.md").read_text(), re.MULTILINE)
     named = {line.split()[0].rstrip("/") for line in tree[1].splitlines()}
@@ -93,6 +104,6 @@ def test_no_page_names_this_machine():
 
 
 def test_links_lead_somewhere():
-    for page in [*PAGES, ROOT / "docs" / "performance.md"]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "results" / "README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page, target)

@@ -92,7 +92,10 @@ def test_the_papers_rows_are_ours_by_key():
 def test_the_paper_stands_beside_ours_without_perplexity_where_the_protocol_differs():
     (group,) = grouped([a_run("vanilla", ppl=200.0), a_run("soft", ppl=190.0), a_run("dense"), failed("oracle")])
     table = beside_the_paper(group, name="p")
-    head, _, vanilla, soft, oracle = cells(markdown(table))
+    head, _, *lines = cells(markdown(table))
+    assert len(lines) == 15
+    by_label = {line[0]: line for line in lines}
+    vanilla, soft, oracle, absent = (by_label[label] for label in ("vanilla", "soft λ=0.1", "oracle", "soft λ=0.5"))
     assert not same_protocol(group)
     assert "PPL ↓ ours" not in head
     assert "not compared" in table.caption
@@ -101,11 +104,12 @@ def test_the_paper_stands_beside_ours_without_perplexity_where_the_protocol_diff
     assert soft[head.index("× top-1 ↑ paper")] == "1.82"
     assert vanilla[head.index("ΔPPL % paper")] == "–"
     assert oracle[head.index("SR ↓ ours")] == "failed"
+    assert (absent[head.index("SR ↓ paper")], absent[head.index("SR ↓ ours")]) == ("0.295", "not run")
 
 
 def test_perplexities_are_compared_where_the_protocol_is_the_papers():
     (group,) = grouped([of_paper(a_run("vanilla", ppl=250.0))])
-    head, _, vanilla = cells(markdown(beside_the_paper(group, name="p")))
+    head, _, vanilla, *_ = cells(markdown(beside_the_paper(group, name="p")))
     assert (vanilla[head.index("PPL ↓ paper")], vanilla[head.index("PPL ↓ ours")]) == ("245.30", "250.00")
 
 

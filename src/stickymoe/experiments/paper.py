@@ -10,7 +10,7 @@ import csv
 from dataclasses import dataclass
 from importlib import resources
 
-from stickymoe.experiments.collection import Group, Value
+from stickymoe.experiments.collection import Group, Row, Value
 from stickymoe.experiments.tables import NOTHING, Cell, Figure, Table
 from stickymoe.variants import variant_class
 
@@ -20,9 +20,9 @@ _VALID_TOKENS = 242_643  # of the raw WikiText-2 with GPT-2's tokenizer, as the 
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One row of the paper's table; `key` is that of our variant."""
+    """One row of the paper's table, under the label of our variant."""
 
-    key: str
+    label: str
     ppl: float
     delta_ppl_pct: float | None
     switch_rate: float
@@ -39,9 +39,9 @@ def paper_rows(size: str) -> dict[str, PaperRow]:
         given = {name: float(line[name]) for name in ("lam", "alpha") if line[name]}
         if line["window"]:
             given["window"] = int(line["window"])
-        key = variant_class(line["variant"])(**given).key
-        rows[key] = PaperRow(
-            key=key,
+        variant = variant_class(line["variant"])(**given)
+        rows[variant.key] = PaperRow(
+            label=variant.label,
             ppl=float(line["ppl"]),
             delta_ppl_pct=float(line["delta_ppl_pct"]) if line["delta_ppl_pct"] else None,
             switch_rate=float(line["switch_rate"]),
@@ -64,34 +64,41 @@ def beside_the_paper(group: Group, *, name: str) -> Table | None:
     base = group.baseline
     if group.size is None or base is None:
         return None
-    theirs = paper_rows(group.size)
-    baseline = theirs["vanilla"]
     comparable = same_protocol(group)
+    theirs = paper_rows(group.size)
+    ours = {row.variant.key: row for row in group.rows}
     lines = []
-    for row in group.rows:
-        paper = theirs.get(row.variant.key)
-        if paper is None:
-            continue
-        fewer = (1 - baseline.cache_hit_rate) / (1 - paper.cache_hit_rate)
-        pairs: list[tuple[float | None, Value | None, str]] = [
-            (paper.delta_ppl_pct, None if row is base else row.change(base), "+.1f"),
-            (paper.switch_rate, row.metric("switch_rate"), ".3f"),
-            (paper.cache_hit_rate, row.metric("cache_hit_rate"), ".3f"),
-            (
-                None if paper is baseline else fewer,
-                None if row is base else row.fewer_misses(base, "cache_hit_rate"),
-                ".2f",
-            ),
-            (paper.utilisation_entropy, row.metric("utilisation_entropy"), ".3f"),
-        ]
-        if comparable:
-            pairs.insert(0, (paper.ppl, row.metric("ppl"), ".2f"))
-        cells: list[Cell] = [row.label]
-        for there, here, form in pairs:
+    for key, paper in theirs.items():
+        row = ours.get(key)
+        cells: list[Cell] = [paper.label]
+        for there, here, form in _pairs(paper, theirs["vanilla"], row, base, comparable):
             cells.append(NOTHING if there is None else format(there, form))
-            cells.append(row.status if not row.complete else NOTHING if here is None else Figure(here, form))
+            if row is None or not row.complete:
+                cells.append("not run" if row is None else row.status)
+            else:
+                cells.append(NOTHING if here is None else Figure(here, form))
         lines.append(tuple(cells))
     measured = [*(["PPL ↓"] if comparable else []), "ΔPPL %", "SR ↓", "CHR ↑", "× top-1 ↑", "UE ↑"]
     headings = ("variant", *(f"{heading} {who}" for heading in measured for who in ("paper", "ours")))
     why = "" if comparable else " Corpus, tokenizer or steps differ from the paper's, so perplexities are not compared."
     return Table(name, f"The paper beside ours, {group.title}.{why}", headings, tuple(lines))
+
+
+def _pairs(
+    paper: PaperRow, paper_base: PaperRow, row: Row | None, base: Row, comparable: bool
+) -> list[tuple[float | None, Value | None, str]]:
+    """The paper's value, ours and their format, for each column."""
+    fewer = None if paper is paper_base else (1 - paper_base.cache_hit_rate) / (1 - paper.cache_hit_rate)
+
+    def measured(metric: str) -> Value | None:
+        return None if row is None else row.metric(metric)
+
+    other = None if row is base else row
+    return [
+        *([(paper.ppl, measured("ppl"), ".2f")] if comparable else []),
+        (paper.delta_ppl_pct, other.change(base) if other else None, "+.1f"),
+        (paper.switch_rate, measured("switch_rate"), ".3f"),
+        (paper.cache_hit_rate, measured("cache_hit_rate"), ".3f"),
+        (fewer, other.fewer_misses(base, "cache_hit_rate") if other else None, ".2f"),
+        (paper.utilisation_entropy, measured("utilisation_entropy"), ".3f"),
+    ]
