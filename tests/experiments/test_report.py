@@ -37,7 +37,10 @@ def test_every_table_and_figure_lies_beside_the_page(made):
     tables = ["results-small-1000", "paper-small-1000", "results-small-1000-2", "provenance"]
     assert {f"page/tables/{t}.{e}" for t in tables for e in ("md", "tex", "csv")} <= files
     names = ["pareto-chr", "pareto-sr", "pareto-misses-c2", "pareto-misses-c3", "layers", "switches-misses"]
-    names = [f"{name}-small-1000" for name in [*names, "utilisation", "curves"]] + ["access-patterns"]
+    names = [f"{name}-small-1000" for name in [*names, "utilisation", "curves"]] + [
+        "access-patterns",
+        "ribbon-small-1000",
+    ]
     assert {f"page/figures/{n}.{e}" for n in names for e in ("svg", "png")} <= files
     for svg in (made / "page" / "figures").glob("*.svg"):
         ET.parse(svg)

@@ -28,7 +28,7 @@ from stickymoe.experiments import figures, tables
 from stickymoe.experiments.collection import Collection, Group, Row, Run, collect
 from stickymoe.experiments.findings import Finding, findings, overfitting
 from stickymoe.experiments.paper import SOURCE, beside_the_paper
-from stickymoe.experiments.ribbon import PALETTE, Ribbon, read_ribbon
+from stickymoe.experiments.ribbon import PALETTE, Ribbon, read_ribbon, ribbon_svg
 from stickymoe.experiments.tables import ALL_SLOTS, Table, capacities
 from stickymoe.runs.folder import write_atomic
 
@@ -55,7 +55,7 @@ class Section:
     paper: Table | None
     drawings: list[Drawing]
     findings: list[Finding]
-    ribbon: dict[str, Any] | None
+    ribbons: Ribbons | None
 
 
 def report(folders: Sequence[Path], out: Path) -> Collection:
@@ -78,7 +78,10 @@ def report(folders: Sequence[Path], out: Path) -> Collection:
         for table in [t for s in sections for t in (s.results, s.paper) if t is not None] + [provenance]:
             _write_table(table, beside / "tables")
         for drawing in [d for s in sections for d in s.drawings] + [patterns]:
-            _write_figure(drawing, beside / "figures")
+            _write_figure(drawing.name, vl_convert.vegalite_to_svg(drawing.spec), beside / "figures")
+        for section in sections:
+            if section.ribbons is not None:
+                _write_figure(f"ribbon-{section.name}", section.ribbons.svg(), beside / "figures")
         write_atomic(out.with_suffix(".md"), _markdown(collection, sections, patterns, beside.name))
         write_atomic(out, _page(collection, sections, patterns))
     except OSError as e:
@@ -96,7 +99,7 @@ def _section(name: str, group: Group) -> Section:
         paper=beside_the_paper(group, name=f"paper-{name}"),
         drawings=_drawings(name, group),
         findings=[overfit] if overfit is not None else found,
-        ribbon=_ribbon(group),
+        ribbons=_ribbons(group),
     )
 
 
@@ -159,22 +162,41 @@ def _misses(group: Group, C: int, frontier: str) -> tuple[str, str, str, Callabl
     )
 
 
-def _ribbon(group: Group) -> dict[str, Any] | None:
-    """One text routed by every row that kept its routes; None if none did."""
-    ribbons = [(row, ribbon) for row in group.routed if (ribbon := _first_ribbon(row)) is not None]
-    if not ribbons:
+@dataclass(frozen=True)
+class Ribbons:
+    """One text routed by every row that kept its routes; `sticky` is the one to hold against the first."""
+
+    shown: list[Ribbon]
+    sticky: int
+
+    @property
+    def layer(self) -> int:
+        """The layer shown at first: a middle one."""
+        return len(self.shown[0].experts) // 2
+
+    def svg(self) -> str:
+        pair = [self.shown[0], self.shown[self.sticky]] if self.sticky else [self.shown[0]]
+        return ribbon_svg(pair, layer=self.layer)
+
+    def as_dict(self) -> dict[str, Any]:
+        first = self.shown[0]
+        return {
+            "words": first.words,
+            "experts": first.n_experts,
+            "capacity": first.capacity,
+            "layers": len(first.experts),
+            "layer": self.layer,
+            "sticky": self.sticky,
+            "runs": [{"label": r.label, "experts": r.experts.tolist(), "loads": r.loads.tolist()} for r in self.shown],
+        }
+
+
+def _ribbons(group: Group) -> Ribbons | None:
+    found = [(row, ribbon) for row in group.routed if (ribbon := _first_ribbon(row)) is not None]
+    if not found:
         return None
-    kept, shown = zip(*ribbons, strict=True)
-    rates = [row.mean("switch_rate") or 0.0 for row in kept]
-    sticky = min(range(len(kept)), key=lambda i: (kept[i] is group.baseline, rates[i]))
-    return {
-        "words": shown[0].words,
-        "experts": shown[0].n_experts,
-        "capacity": shown[0].capacity,
-        "layers": len(shown[0].experts),
-        "stickiest": sticky,
-        "runs": [{"label": r.label, "experts": r.experts.tolist(), "loads": r.loads.tolist()} for r in shown],
-    }
+    sticky = min(range(len(found)), key=lambda i: (found[i][0] is group.baseline, found[i][0].mean("switch_rate") or 0))
+    return Ribbons([ribbon for _, ribbon in found], sticky)
 
 
 def _first_ribbon(row: Row) -> Ribbon | None:
@@ -212,11 +234,10 @@ def _write_table(table: Table, folder: Path) -> None:
         write_atomic(folder / f"{table.name}.{suffix}", text(table))
 
 
-def _write_figure(drawing: Drawing, folder: Path) -> None:
+def _write_figure(name: str, svg: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    svg = vl_convert.vegalite_to_svg(drawing.spec)
-    write_atomic(folder / f"{drawing.name}.svg", svg)
-    (folder / f"{drawing.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
+    write_atomic(folder / f"{name}.svg", svg)
+    (folder / f"{name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
 
 
 def _page(collection: Collection, sections: list[Section], patterns: Drawing) -> str:
