@@ -1,4 +1,4 @@
-"""Take over the records of complete runs, to be committed: python results/take.py RUNS."""
+"""Take over the records of runs that ended, failed ones too, to be committed: python results/take.py RUNS."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from stickymoe.errors import RunError
 from stickymoe.runs.record import RunRecord
 
 HERE = Path(__file__).parent
@@ -13,12 +14,17 @@ HERE = Path(__file__).parent
 
 def main(runs: Path) -> None:
     for path in sorted(runs.rglob("record.json")):
-        if RunRecord.read(path).status != "complete":
+        try:
+            if RunRecord.read(path).status not in ("complete", "failed"):
+                continue
+        except RunError as e:
+            print(f"skipped: {e}")
             continue
         folder = HERE / path.parent.relative_to(runs)
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("record.json", "metrics.jsonl"):
-            shutil.copyfile(path.with_name(name), folder / name)
+            if path.with_name(name).exists():
+                shutil.copyfile(path.with_name(name), folder / name)
         print(folder.relative_to(HERE))
 
 

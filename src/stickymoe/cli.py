@@ -181,7 +181,6 @@ def _sweep(argv: list[str]) -> None:
 
     from stickymoe.experiments.grids import chosen_rows, configs, load_grid
     from stickymoe.experiments.sweep import plan, sweep
-    from stickymoe.runs.record import RunRecord
 
     if args.jobs < 1:
         raise StickyError(f"--jobs: got {args.jobs}, expected at least 1.")
@@ -193,7 +192,7 @@ def _sweep(argv: list[str]) -> None:
             print(f"{cell.run_id}  {cell.config.variant.label}  seed {cell.config.seed}  {cell.folder.path}")
         return
     sweep(cells, jobs=args.jobs)
-    _print_results([RunRecord.read(cell.folder.record) for cell in cells])
+    _print_results([record for cell in cells if (record := cell.record) is not None])
     failed = [cell for cell in cells if cell.status == "failed"]
     if failed:
         raise StickyError(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
 from experiments.records import a_run, write
 from stickymoe.errors import RunError
-from stickymoe.experiments.collection import Row, Value, collect, grouped
+from stickymoe.experiments.collection import Row, Value, collect, grouped, kept_gain
 
 
 def test_rows_are_in_the_papers_order_with_ablations_after_their_kin():
@@ -77,8 +80,39 @@ def test_fewer_misses_is_the_papers_factor():
     base = Row.of([a_run("vanilla", cache_hit_rate=0.5376)])
     row = Row.of([a_run("soft", cache_hit_rate=0.8817)])
     assert row.fewer_misses(base, "cache_hit_rate").mean == pytest.approx(3.91, abs=0.01)
-    never = Row.of([a_run("oracle", cache_hit_rate=1.0)])
-    assert never.fewer_misses(base, "cache_hit_rate").mean == float("inf")
+    never = Row.of([a_run("oracle", cache_hit_rate=1.0, seed=seed) for seed in (42, 43)])
+    both = Row.of([a_run("vanilla", seed=seed) for seed in (42, 43)])
+    assert never.fewer_misses(both, "cache_hit_rate") == Value(float("inf"), None, 2)
+
+
+def test_the_share_of_the_gain_that_is_kept():
+    vanilla, dense, soft = (
+        Row.of([a_run(name, seed=seed, ppl=ppl) for seed, ppl in enumerate(ppls)])
+        for name, ppls in (("vanilla", (100.0, 104.0)), ("dense", (110.0, 114.0)), ("soft", (102.0, 105.0)))
+    )
+    assert kept_gain(soft, baseline=vanilla, dense=dense).mean == pytest.approx(0.85)
+    assert kept_gain(dense, baseline=vanilla, dense=dense).mean == 0
+    assert kept_gain(soft, baseline=dense, dense=vanilla) is None
+    assert kept_gain(Row.of([a_run("soft", seed=9)]), baseline=vanilla, dense=dense) is None
+
+
+def test_a_seed_counts_once_however_often_it_was_run():
+    often = {"train": {"eval_every": 500}}
+    row = Row.of([a_run("vanilla"), a_run("vanilla", settings=often), a_run("vanilla", seed=43, status="failed")])
+    assert row.metric("ppl") == Value(100.0, None, 1)
+    assert [run.config.seed for run in row.runs] == [42, 43]
+
+
+def test_groups_alike_in_title_say_what_tells_them_apart():
+    groups = grouped([a_run("vanilla"), a_run("vanilla", settings={"train": {"lr": 0.1}})])
+    assert sorted(group.note for group in groups) == ["train.lr 0.0003", "train.lr 0.1"]
+    assert len({group.title for group in groups}) == 2
+
+
+def test_a_variant_of_the_users_own_comes_last(monkeypatch):
+    monkeypatch.setattr("stickymoe.experiments.collection.variant_names", lambda: ())
+    (group,) = grouped([a_run("vanilla"), a_run("remoe")])
+    assert [row.label for row in group.rows] == ["vanilla", "remoe λ=0.1"]
 
 
 def test_a_run_found_twice_counts_once_and_the_complete_one_wins(tmp_path):
@@ -90,22 +124,30 @@ def test_a_run_found_twice_counts_once_and_the_complete_one_wins(tmp_path):
 
 def test_a_damaged_record_is_named_and_the_rest_goes_on(tmp_path):
     write(a_run("vanilla"), tmp_path)
-    bad = {"cut": '{"run_id": "a', "foreign": '{"schema": 99}', "typed": None, "variant": None}
+    good = dataclasses.asdict(a_run("soft").record)
+    bad = {
+        "cut": '{"run_id": "a',
+        "foreign": json.dumps({"schema": 99}),
+        "metrics": json.dumps({**good, "metrics": 3}),
+        "value": json.dumps({**good, "metrics": {"ppl": "abc"}}),
+        "data": json.dumps({**good, "data": {}}),
+        "variant": json.dumps({**good, "config": {**good["config"], "variant": {"name": "gone"}}}),
+    }
     for name, text in bad.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        record = a_run("soft").record
-        if name == "typed":
-            record = type(record)(**{**record.__dict__, "metrics": 3})
-        if name == "variant":
-            record = type(record)(**{**record.__dict__, "config": {**record.config, "variant": {"name": "gone"}}})
-        record.write(folder / "record.json")
-        if text is not None:
-            (folder / "record.json").write_text(text)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.json").write_text(text)
     collection = collect([tmp_path])
     assert len(collection.runs) == 1
-    assert sorted(bad.path.parent.name for bad in collection.damaged) == ["cut", "foreign", "typed", "variant"]
+    assert sorted(bad.path.parent.name for bad in collection.damaged) == sorted(bad)
     assert all(bad.reason for bad in collection.damaged)
+
+
+def test_a_run_counts_without_a_log_that_is_damaged(tmp_path):
+    path = write(a_run("vanilla"), tmp_path)
+    (path / "metrics.jsonl").write_text("{}\nnonsense\n")
+    collection = collect([tmp_path])
+    assert [run.log for run in collection.runs] == [[]]
+    assert [bad.path.name for bad in collection.damaged] == ["metrics.jsonl"]
 
 
 def test_nothing_to_report_is_refused_in_one_line(tmp_path):

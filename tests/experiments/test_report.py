@@ -34,7 +34,7 @@ def made(tmp_path_factory):
 
 def test_every_table_and_figure_lies_beside_the_page(made):
     files = {str(p.relative_to(made)) for p in made.rglob("*") if p.is_file()}
-    tables = ["results-small-1000", "paper-small-1000", "results-small-1000-2", "provenance"]
+    tables = ["results-small-1000", "paper-small-1000", "paper-layers-small-1000", "results-small-1000-2", "provenance"]
     assert {f"page/tables/{t}.{e}" for t in tables for e in ("md", "tex", "csv")} <= files
     names = ["pareto-chr", "pareto-sr", "pareto-misses-c2", "pareto-misses-c3", "layers", "switches-misses"]
     names = [f"{name}-small-1000" for name in [*names, "utilisation", "curves"]] + [
@@ -96,7 +96,27 @@ def test_a_record_alone_is_enough(tmp_path):
 def test_only_a_dense_run_makes_a_page_without_routing_figures(tmp_path):
     write(a_run("dense"), tmp_path / "runs")
     report([tmp_path / "runs"], tmp_path / "page.html")
-    assert "dense" in (tmp_path / "page.html").read_text()
+    assert '<th scope="row">dense</th>' in (tmp_path / "page.html").read_text()
+    drawn = {p.name for p in (tmp_path / "page" / "figures").glob("*.svg")}
+    assert drawn == {"access-patterns.svg", "curves-small-1000.svg"}
+
+
+def test_rows_measured_at_other_capacities_share_a_page(tmp_path):
+    write(a_run("vanilla"), tmp_path / "runs")
+    write(a_run("soft", cache_hit_rate_all_c3=None, cache_hit_rate_all_c4=0.9), tmp_path / "runs")
+    report([tmp_path / "runs"], tmp_path / "page.html")
+    assert "all C=4 ↑" in (tmp_path / "page.md").read_text()
+
+
+def test_a_run_without_its_tokenizer_or_with_odd_characters_is_shown_as_far_as_can_be(tmp_path):
+    first = write(a_run("vanilla"), tmp_path / "runs", words=("one\x0c", "two"))
+    second = write(a_run("soft"), tmp_path / "runs", words=("one\x0c", "two"))
+    (second / "tokenizer.json").unlink()
+    report([tmp_path / "runs"], tmp_path / "page.html")
+    assert "one·" in (tmp_path / "page" / "figures" / "ribbon-small-1000.svg").read_text()
+    (first / "routes" / "S.npy").write_bytes(b"")
+    report([tmp_path / "runs"], tmp_path / "other.html")
+    assert "The same text" not in (tmp_path / "other.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -106,6 +126,7 @@ def test_only_a_dense_run_makes_a_page_without_routing_figures(tmp_path):
         (["nowhere"], "nowhere is no folder"),
         (["failed"], "No run in failed is complete (1 failed): The loss became nan at step 7."),
         (["failed", "-o", "page.pdf"], "page.pdf: expected a page to write"),
+        (["failed", "-o", "failed.html"], "failed.html would put tables and figures among the runs"),
         ([], "the following arguments are required: RUNS"),
     ],
 )

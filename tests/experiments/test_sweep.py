@@ -76,11 +76,26 @@ def test_two_sweeps_on_one_folder_leave_each_run_whole(grid, tmp_path, corpus):
     command = [sys.executable, "-m", "stickymoe.cli", "sweep", str(file), "--out", str(tmp_path / "out"), "--jobs", "1"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
     for process in both:
-        process.communicate(timeout=120)
+        process.communicate(timeout=300)
+    assert [process.returncode for process in both] == [0, 0]
     cells = cells_of(grid, tmp_path / "out", "vanilla", "soft")
     assert all(RunRecord.read(cell.folder.record).status == "complete" for cell in sweep(cells, jobs=2))
     train(cells[0].config, tmp_path / "alone", quiet=True)
     assert (tmp_path / "alone" / "metrics.jsonl").read_bytes() == cells[0].folder.metrics.read_bytes()
+
+
+def test_a_damaged_record_fails_its_cell_and_is_left_as_it_is(grid, tmp_path, capsys):
+    file = tmp_path / "grid.yaml"
+    file.write_text(yaml.safe_dump({**grid, "rows": [{"variant": "vanilla"}, {"variant": "dense"}]}))
+    vanilla, dense = cells_of(grid, tmp_path / "out", "vanilla", "dense")
+    vanilla.folder.path.mkdir(parents=True)
+    vanilla.folder.record.write_text("{")
+    assert main(["sweep", str(file), "--out", str(tmp_path / "out")]) == 2
+    assert vanilla.folder.record.read_text() == "{"
+    assert dense.record.status == "complete"
+    printed = capsys.readouterr()
+    assert "dense" in printed.out
+    assert "1 of 2 runs failed" in printed.err.splitlines()[-1]
 
 
 def test_dry_run_lists_and_does_nothing(tmp_path, corpus, capsys):

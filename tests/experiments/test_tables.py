@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 
+import pytest
+
 from experiments.records import a_run, failed, of_paper
 from stickymoe.experiments.collection import Row, grouped
-from stickymoe.experiments.paper import beside_the_paper, paper_rows, same_protocol
+from stickymoe.experiments.paper import beside_the_paper, layers_beside_the_paper, paper_rows, same_protocol
 from stickymoe.experiments.tables import Table, csv_text, html, latex, markdown, results, results_console, terminal
 
 VANILLA = Row.of([a_run("vanilla", ppl=100.0, gate_entropy=None)])
@@ -54,7 +56,8 @@ def test_seeds_are_counted_and_their_deviation_shown():
     assert (vanilla[head.index("seeds")], soft[head.index("seeds")]) == ("1", "2 (1 not complete)")
     assert soft[head.index("PPL ↓")] == "102.50 ± 0.71"
     read = list(csv.DictReader(io.StringIO(csv_text(table))))
-    assert (read[1]["PPL ↓"], read[1]["PPL ↓ sd"], read[0]["PPL ↓ sd"]) == ("102.50", "0.71", "")
+    assert (read[1]["PPL ↓"], read[0]["PPL ↓ sd"], read[0]["ΔPPL %"]) == ("102.5", "", "")
+    assert float(read[1]["PPL ↓ sd"]) == pytest.approx(0.5**0.5)
 
 
 def test_latex_is_a_booktabs_table_with_nothing_unescaped():
@@ -64,6 +67,18 @@ def test_latex_is_a_booktabs_table_with_nothing_unescaped():
     assert r"x\_1 \& y & 1 $\pm$ 2 \\" in text
     assert r"\textbackslash{}input\{z\} & -- \\" in text
     assert text.isascii()
+    (group,) = grouped([a_run("vanilla"), a_run("soft_hard"), a_run("hard_window"), failed("oracle")])
+    tables = (
+        results(group.rows, group.baseline),
+        beside_the_paper(group, name="p"),
+        layers_beside_the_paper(group, name="l"),
+    )
+    assert all(latex(table).isascii() for table in tables)
+
+
+def test_markdown_cannot_become_markup_or_break_a_row():
+    text = markdown(Table("t", "", ("a",), (("<b> | x\ny",),)))
+    assert text.splitlines()[-1] == r"| &lt;b&gt; \| x y |"
 
 
 def test_html_escapes_what_it_is_given():
@@ -113,6 +128,21 @@ def test_perplexities_are_compared_where_the_protocol_is_the_papers():
     assert (vanilla[head.index("PPL ↓ paper")], vanilla[head.index("PPL ↓ ours")]) == ("245.30", "250.00")
 
 
+def test_the_layers_stand_beside_the_papers():
+    (group,) = grouped([a_run("vanilla", switch_rate=0.5), failed("oracle")])
+    head, _, vanilla, *rest = cells(markdown(layers_beside_the_paper(group, name="l")))
+    assert (vanilla[head.index("L3 ↓ paper")], vanilla[head.index("L3 ↓ ours")]) == ("0.691", "0.500")
+    assert [row[-1] for row in rest] == ["not run"] * 13 + ["failed"]
+
+
+def test_without_a_baseline_the_rest_is_still_compared():
+    (group,) = grouped([failed("vanilla"), a_run("soft", switch_rate=0.25)])
+    head, _, vanilla, *rest = cells(markdown(beside_the_paper(group, name="p")))
+    soft = next(row for row in rest if row[0] == "soft λ=0.1")
+    assert (soft[head.index("SR ↓ ours")], soft[head.index("ΔPPL % ours")]) == ("0.250", "–")
+    assert vanilla[head.index("SR ↓ ours")] == "failed"
+
+
 def test_another_model_has_no_row_in_the_paper():
     (group,) = grouped([a_run("vanilla", settings={"model": {"n_experts": 16}})])
-    assert beside_the_paper(group, name="p") is None
+    assert beside_the_paper(group, name="p") is layers_beside_the_paper(group, name="l") is None

@@ -55,6 +55,11 @@ class TokenData:
     def vocab_size(self) -> int:
         return len(self.token_bytes)
 
+    def describe(self) -> dict[str, Any]:
+        """What a run's record says of its data."""
+        sizes = {name: len(getattr(self, name).tokens) for name in ("train", "valid", "test")}
+        return {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size, "tokens": sizes}
+
 
 def load_tokens(config: DataConfig) -> TokenData:
     """The corpus of `config` as tokens; tokenised once and kept in the cache."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,36 @@ _HOW_OFTEN = ("log_every", "eval_every", "checkpoint_every")
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it was recorded, and its folder if it is at hand."""
+    """A run as it was recorded, its logged lines, and its folder if it is at hand."""
 
     record: RunRecord
     config: RunConfig
     folder: RunFolder | None = None
+    log: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, record: RunRecord, folder: RunFolder | None = None) -> Run:
-        return cls(record, RunConfig.from_dict(record.config), folder)
+    def of(cls, record: RunRecord) -> Run:
+        return cls(record, RunConfig.from_dict(record.config))
 
     @property
     def complete(self) -> bool:
         return self.record.status == "complete"
 
+    @property
+    def epochs(self) -> float:
+        """How often the training text was seen."""
+        seen = self.config.train.steps * self.config.train.batch_size * self.config.model.seq_len
+        return float(seen / self.record.data["tokens"]["train"])
+
+    def worth(self) -> tuple[bool, bool, bool]:
+        """Of two records of one run: the complete one, then the one with more beside it, counts."""
+        routes = self.folder is not None and self.folder.routes.exists()
+        return self.complete, routes, bool(self.log)
+
 
 @dataclass(frozen=True)
 class Damaged:
-    """A run record that could not be read, and why."""
+    """A file of a run that could not be read, and why."""
 
     path: Path
     reason: str
@@ -62,8 +74,8 @@ class Value:
     def of(cls, values: Sequence[float]) -> Value | None:
         if not values:
             return None
-        sd = statistics.stdev(values) if len(values) > 1 else None
-        return cls(statistics.fmean(values), sd, len(values))
+        spread = len(values) > 1 and all(math.isfinite(v) for v in values)
+        return cls(statistics.fmean(values), statistics.stdev(values) if spread else None, len(values))
 
 
 @dataclass(frozen=True)
@@ -75,12 +87,22 @@ class Row:
 
     @classmethod
     def of(cls, runs: Iterable[Run]) -> Row:
-        runs = tuple(sorted(runs, key=lambda run: (run.config.seed, run.record.run_id)))
-        return cls(runs[0].config.variant, runs)
+        by_seed: dict[int, Run] = {}
+        for run in runs:
+            known = by_seed.get(run.config.seed)
+            if known is None or run.worth() > known.worth():
+                by_seed[run.config.seed] = run
+        ordered = tuple(by_seed[seed] for seed in sorted(by_seed))
+        return cls(ordered[0].config.variant, ordered)
 
     @property
     def label(self) -> str:
         return self.variant.label
+
+    @property
+    def ablation(self) -> bool:
+        """Whether a setting was changed that the paper's rows leave alone."""
+        return any(not f.metadata.get("always") for f, _ in self.variant.shown())
 
     @property
     def complete(self) -> tuple[Run, ...]:
@@ -91,49 +113,66 @@ class Row:
         """`complete` if any seed is; else what became of the last one."""
         return "complete" if self.complete else self.runs[-1].record.status
 
-    @property
-    def by_seed(self) -> dict[int, Run]:
-        return {run.config.seed: run for run in self.complete}
+    def by_seed(self, metric: str) -> dict[int, float]:
+        values = {run.config.seed: run.record.metrics.get(metric) for run in self.complete}
+        return {seed: float(value) for seed, value in values.items() if value is not None}
 
     def metric(self, name: str) -> Value | None:
-        return Value.of([float(v) for run in self.complete if (v := run.record.metrics.get(name)) is not None])
+        return Value.of(list(self.by_seed(name).values()))
 
     def mean(self, name: str) -> float | None:
         value = self.metric(name)
         return None if value is None else value.mean
 
     def per_layer(self, name: str) -> list[float] | None:
-        """Each layer's mean over seeds."""
+        """Each layer's mean over seeds; None unless every layer was measured."""
         layers = [run.record.per_layer[name] for run in self.complete if name in run.record.per_layer]
         columns = [[v for v in column if v is not None] for column in zip(*layers, strict=True)]
         return [statistics.fmean(column) for column in columns] if columns and all(columns) else None
 
+    def per_layer_pairs(self, one: str, other: str) -> list[tuple[float, float]]:
+        """Each layer's two values; none unless both were measured."""
+        first, second = self.per_layer(one), self.per_layer(other)
+        return list(zip(first, second, strict=True)) if first is not None and second is not None else []
+
     def change(self, baseline: Row) -> Value | None:
-        """Perplexity over the baseline's, in per cent: by pairs of one seed where both have it, else of the means."""
-        return self._against(baseline, "ppl", lambda ppl, base: 100 * (ppl / base - 1))
+        """Perplexity over the baseline's, in per cent."""
+        return self.against(baseline, "ppl", lambda ppl, base: 100 * (ppl / base - 1))
 
     def fewer_misses(self, baseline: Row, hit_rate: str) -> Value | None:
         """How many times fewer misses than the baseline: (1 − hit rate there) / (1 − hit rate here)."""
-        return self._against(baseline, hit_rate, lambda hit, base: (1 - base) / (1 - hit) if hit < 1 else math.inf)
+        return self.against(baseline, hit_rate, lambda hit, base: (1 - base) / (1 - hit) if hit < 1 else math.inf)
 
-    def _against(self, baseline: Row, metric: str, compare: Any) -> Value | None:
-        ours, theirs = (
-            {seed: float(v) for seed, run in row.by_seed.items() if (v := run.record.metrics.get(metric)) is not None}
-            for row in (self, baseline)
-        )
+    def against(self, other: Row, metric: str, compare: Callable[[float, float], float]) -> Value | None:
+        """Both compared seed by seed, over the seeds both have; without a common one, their means."""
+        ours, theirs = self.by_seed(metric), other.by_seed(metric)
         if not ours or not theirs:
             return None
-        common = ours.keys() & theirs.keys()
+        common = sorted(ours.keys() & theirs.keys())
         if common:
-            return Value.of([compare(ours[seed], theirs[seed]) for seed in sorted(common)])
+            return Value.of([compare(ours[seed], theirs[seed]) for seed in common])
         return Value.of([compare(statistics.fmean(ours.values()), statistics.fmean(theirs.values()))])
+
+
+def kept_gain(row: Row, *, baseline: Row, dense: Row) -> Value | None:
+    """The share of the mixture's gain over the dense control that a row keeps, over seeds that all three have.
+
+    (PPL_dense − PPL_x) / (PPL_dense − PPL_vanilla): the gain itself is the mean over those seeds.
+    """
+    ours, base, without = (r.by_seed("ppl") for r in (row, baseline, dense))
+    common = sorted(ours.keys() & base.keys() & without.keys())
+    if not common:
+        return None
+    gain = statistics.fmean(without[seed] - base[seed] for seed in common)
+    return Value.of([(without[seed] - ours[seed]) / gain for seed in common]) if gain > 0 else None
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that may be compared, by variant, in the paper's order."""
+    """Runs that may be compared, by variant, in the paper's order; `note` tells it from groups of the same title."""
 
     rows: tuple[Row, ...]
+    note: str = ""
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -177,7 +216,8 @@ class Group:
         size = f"{self.size} model" if self.size else f"d={model.d_model}, L={model.n_layers}"
         return (
             f"{size}, N={model.n_experts}, k={model.top_k} · {corpus}{part}, "
-            f"{self.runs[0].record.data['vocab_size']:,} tokens · {train.steps:,} steps"
+            f"vocabulary {self.runs[0].record.data['vocab_size']:,} · {train.steps:,} steps"
+            f"{f' · {self.note}' if self.note else ''}"
         )
 
     @property
@@ -193,7 +233,7 @@ class Collection:
     """Everything found: groups, largest first, and what was damaged."""
 
     groups: tuple[Group, ...]
-    damaged: tuple[Damaged, ...]
+    damaged: tuple[Damaged, ...] = ()
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -213,27 +253,18 @@ class Collection:
 def collect(folders: Sequence[Path]) -> Collection:
     """Every run in or under `folders`; a run that is there twice counts once."""
     runs: dict[str, Run] = {}
-    damaged = []
+    damaged: list[Damaged] = []
     for path in sorted({p for folder in folders for p in _records(folder)}):
         try:
-            run = Run.of(RunRecord.read(path), RunFolder(path.parent))
+            run = _read(RunFolder(path.parent), damaged)
         except (StickyError, KeyError, TypeError) as e:
             damaged.append(Damaged(path, str(e)))
             continue
         known = runs.get(run.record.run_id)
-        if known is None or (run.complete, _n_files(run)) > (known.complete, _n_files(known)):
+        if known is None or run.worth() > known.worth():
             runs[run.record.run_id] = run
     _require_a_result(folders, list(runs.values()), damaged)
     return Collection(grouped(runs.values()), tuple(damaged))
-
-
-def grouped(runs: Iterable[Run]) -> tuple[Group, ...]:
-    """Runs by what may be compared, largest group first."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(_setting(run), []).append(run)
-    together = [Group(_rows(members)) for members in groups.values()]
-    return tuple(sorted(together, key=lambda group: (-len(group.rows), group.title)))
 
 
 def _records(folder: Path) -> list[Path]:
@@ -242,9 +273,16 @@ def _records(folder: Path) -> list[Path]:
     return sorted(folder.rglob("record.json"))
 
 
-def _n_files(run: Run) -> int:
-    assert run.folder is not None
-    return sum(p.exists() for p in (run.folder.metrics, run.folder.routes))
+def _read(folder: RunFolder, damaged: list[Damaged]) -> Run:
+    """A run from its folder; a log that cannot be read goes to `damaged`, and the run counts without it."""
+    record = RunRecord.read(folder.record)
+    log: list[dict[str, Any]] = []
+    if folder.metrics.exists():
+        try:
+            log = folder.read_metrics()
+        except RunError as e:
+            damaged.append(Damaged(folder.metrics, str(e)))
+    return Run(record, RunConfig.from_dict(record.config), folder, log)
 
 
 def _require_a_result(folders: Sequence[Path], runs: list[Run], damaged: list[Damaged]) -> None:
@@ -253,36 +291,55 @@ def _require_a_result(folders: Sequence[Path], runs: list[Run], damaged: list[Da
     where = ", ".join(str(folder) for folder in folders)
     if not runs and not damaged:
         raise RunError(f"There is no run in {where} (no record.json). Make some with stickymoe sweep GRID --out DIR.")
-    found = [f"{n} {status}" for status in ("failed", "interrupted", "running") if (n := _count(runs, status))]
-    found += [f"{len(damaged)} damaged"] if damaged else []
+    counts = {
+        status: sum(run.record.status == status for run in runs) for status in ("failed", "interrupted", "running")
+    }
+    found = [f"{n} {status}" for status, n in {**counts, "damaged": len(damaged)}.items() if n]
     first = next((run.record.failure for run in runs if run.record.failure), damaged[0].reason if damaged else None)
     raise RunError(f"No run in {where} is complete ({', '.join(found)})" + (f": {first}" if first else "."))
 
 
-def _count(runs: list[Run], status: str) -> int:
-    return sum(run.record.status == status for run in runs)
+def grouped(runs: Iterable[Run]) -> tuple[Group, ...]:
+    """Runs by what may be compared, largest group first."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(repr(_setting(run)), []).append(run)
+    together = [Group(_rows(members)) for members in groups.values()]
+    titles = [group.title for group in together]
+    together = [
+        Group(group.rows, _difference(group, [g for g, t in zip(together, titles, strict=True) if t == title]))
+        for group, title in zip(together, titles, strict=True)
+    ]
+    return tuple(sorted(together, key=lambda group: (-len(group.rows), group.title)))
 
 
-def _setting(run: Run) -> str:
+def _setting(run: Run) -> dict[str, Any]:
     """What must be equal for two runs to stand in one table."""
     config = run.config.as_dict()
-    train = {key: value for key, value in config["train"].items() if key not in _HOW_OFTEN}
-    data = run.record.data["fingerprint"], config["data"]["documents"]
-    return repr((data, config["model"], train))
+    train = {f"train.{key}": value for key, value in config["train"].items() if key not in _HOW_OFTEN}
+    model = {f"model.{key}": value for key, value in config["model"].items()}
+    data = {"data": run.record.data["fingerprint"][:12], "data.documents": config["data"]["documents"]}
+    return {**data, **model, **train}
 
 
-_ORDER = tuple(dict.fromkeys([row["variant"]["name"] for row in PAPER_ROWS] + list(variant_names())))
+def _difference(group: Group, alike: list[Group]) -> str:
+    """The settings in which groups of one title differ, as this one has them."""
+    settings = [_setting(other.runs[0]) for other in alike]
+    differs = [key for key in settings[0] if len({repr(setting[key]) for setting in settings}) > 1]
+    return ", ".join(f"{key} {_setting(group.runs[0])[key]}" for key in differs)
 
 
 def _rows(runs: list[Run]) -> tuple[Row, ...]:
     rows: dict[str, list[Run]] = {}
     for run in runs:
         rows.setdefault(run.config.variant.key, []).append(run)
-    return tuple(sorted((Row.of(members) for members in rows.values()), key=lambda row: _paper_order(row.variant)))
+    return tuple(sorted((Row.of(members) for members in rows.values()), key=_paper_order))
 
 
-def _paper_order(variant: Variant) -> tuple[int, int, list[float], str]:
-    """By name, plain settings before ablations of them, then by strength."""
-    shown = variant.shown()
-    strengths = [float(value) for f, value in shown if f.metadata.get("always")]
-    return _ORDER.index(variant.name), len(shown) - len(strengths), strengths, variant.key
+def _paper_order(row: Row) -> tuple[int, int, list[float], str]:
+    """By name, the paper's own rows before ablations, then by strength."""
+    names = list(dict.fromkeys([settings["variant"]["name"] for settings in PAPER_ROWS] + list(variant_names())))
+    place = names.index(row.variant.name) if row.variant.name in names else len(names)  # combinations come last
+    shown = row.variant.shown()
+    strengths = [float(value) for f, value in shown if f.metadata.get("always") and isinstance(value, int | float)]
+    return place, len(shown) - len(strengths), strengths, row.variant.key

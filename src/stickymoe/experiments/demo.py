@@ -10,7 +10,6 @@ from stickymoe.experiments.grids import GRIDS, configs
 from stickymoe.experiments.ribbon import read_ribbon, ribbon_svg
 from stickymoe.experiments.sweep import plan, sweep
 from stickymoe.experiments.tables import LEGEND, markdown, results, results_console, terminal
-from stickymoe.runs.record import RunRecord
 
 NEXT = """\
 Next:
@@ -33,7 +32,7 @@ def demo(out: Path, *, command: str = "stickymoe") -> None:
     """
     console = results_console()
     cells = sweep(plan(configs(GRIDS["demo"], seeds=[42], flags=[], source="demo"), out), jobs=os.cpu_count() or 1)
-    (group,) = grouped(Run.of(RunRecord.read(cell.folder.record)) for cell in cells)
+    (group,) = grouped(Run.of(record) for cell in cells if (record := cell.record) is not None)
     table = results(group.rows, group.baseline)
     console.print(terminal(table))
     comparison, ribbon = out / "comparison.md", out / "ribbon.svg"

@@ -214,11 +214,10 @@ def _curve(row: Row, part: str) -> dict[str, list[tuple[int, float]]]:
     """Each term's line: its mean over the seeds whose metrics are at hand, thinned."""
     sums: dict[str, dict[int, list[float]]] = {}
     for run in row.complete:
-        if run.folder is None or not run.folder.metrics.exists():
-            continue
-        for line in run.folder.read_metrics():
+        trained = {term for line in run.log for term in line.get("train", {})} - {"loss", "grad_norm"}
+        for line in run.log:
             for term, value in line.get(part, {}).items():
-                if value is not None and (part == "train" or term in _TERMS) and term not in ("loss", "grad_norm"):
+                if value is not None and term in trained:
                     sums.setdefault(term, {}).setdefault(line["step"], []).append(value)
     return {
         term: _thinned([(step, _round(sum(values) / len(values))) for step, values in sorted(by_step.items())])
@@ -233,7 +232,7 @@ def _thinned(line: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def utilisation(group: Group) -> Chart | None:
-    """How often each expert is used, layer by layer; the line is the even share."""
+    """How often each expert is used, layer by layer."""
     N = group.config.model.n_experts
     points: Points = []
     for row in group.routed:
@@ -268,9 +267,7 @@ def switches_and_misses(group: Group) -> Chart | None:
     """Are fewer switches fewer misses? Each layer of each run a point, per capacity."""
     points: Points = []
     for row in group.routed:
-        rates = row.per_layer("switch_rate") or []
         for C in capacities(group.rows):
-            hits = row.per_layer(f"{ALL_SLOTS}{C}") or []
             points += [
                 {
                     "label": row.label,
@@ -280,7 +277,7 @@ def switches_and_misses(group: Group) -> Chart | None:
                     "sr": _round(rate, 4),
                     "misses": _round(1 - hit, 4),
                 }
-                for i, (rate, hit) in enumerate(zip(rates, hits, strict=True))
+                for i, (rate, hit) in enumerate(row.per_layer_pairs("switch_rate", f"{ALL_SLOTS}{C}"))
             ]
     if not points:
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from stickymoe.experiments.collection import Group, Row, Value
-from stickymoe.experiments.tables import NOTHING, Cell, Figure, Table
+from stickymoe.experiments.tables import NOTHING, Cell, Number, Table
 from stickymoe.variants import variant_class
 
 SOURCE = "StickyMoE, sticky_routing.tex, tables of main results and of per-layer switch rates"
@@ -61,31 +61,57 @@ def same_protocol(group: Group) -> bool:
 
 def beside_the_paper(group: Group, *, name: str) -> Table | None:
     """The paper's figure and ours, column by column; None where the model is not the paper's."""
-    base = group.baseline
-    if group.size is None or base is None:
+    if group.size is None:
         return None
     comparable = same_protocol(group)
     theirs = paper_rows(group.size)
-    ours = {row.variant.key: row for row in group.rows}
     lines = []
     for key, paper in theirs.items():
-        row = ours.get(key)
+        row = _ours(group, key)
         cells: list[Cell] = [paper.label]
-        for there, here, form in _pairs(paper, theirs["vanilla"], row, base, comparable):
-            cells.append(NOTHING if there is None else format(there, form))
-            if row is None or not row.complete:
-                cells.append("not run" if row is None else row.status)
-            else:
-                cells.append(NOTHING if here is None else Figure(here, form))
+        for there, here, form in _pairs(paper, theirs["vanilla"], row, group.baseline, comparable):
+            cells += [NOTHING if there is None else format(there, form), _cell(row, here, form)]
         lines.append(tuple(cells))
     measured = [*(["PPL ↓"] if comparable else []), "ΔPPL %", "SR ↓", "CHR ↑", "× top-1 ↑", "UE ↑"]
-    headings = ("variant", *(f"{heading} {who}" for heading in measured for who in ("paper", "ours")))
     why = "" if comparable else " Corpus, tokenizer or steps differ from the paper's, so perplexities are not compared."
-    return Table(name, f"The paper beside ours, {group.title}.{why}", headings, tuple(lines))
+    return Table(name, f"The paper beside ours, {group.title}.{why}", _both(measured), tuple(lines))
+
+
+def layers_beside_the_paper(group: Group, *, name: str) -> Table | None:
+    """The switch rate of every layer, the paper's and ours; None where the model is not the paper's."""
+    if group.size is None:
+        return None
+    lines = []
+    for key, paper in paper_rows(group.size).items():
+        row = _ours(group, key)
+        ours = row.per_layer("switch_rate") if row is not None else None
+        cells: list[Cell] = [paper.label]
+        for layer, there in enumerate(paper.per_layer):
+            here = None if row is None or ours is None else Value(ours[layer], None, len(row.complete))
+            cells += [format(there, ".3f"), _cell(row, here, ".3f")]
+        lines.append(tuple(cells))
+    caption = f"Switch rate by layer, the paper's beside ours, {group.title}."
+    return Table(name, caption, _both([f"L{layer} ↓" for layer in range(4)]), tuple(lines))
+
+
+def _ours(group: Group, key: str) -> Row | None:
+    return next((row for row in group.rows if row.variant.key == key), None)
+
+
+def _both(measured: list[str]) -> tuple[str, ...]:
+    return ("variant", *(f"{heading} {who}" for heading in measured for who in ("paper", "ours")))
+
+
+def _cell(row: Row | None, value: Value | None, form: str) -> Cell:
+    if row is None:
+        return "not run"
+    if not row.complete:
+        return row.status
+    return NOTHING if value is None else Number(value, form)
 
 
 def _pairs(
-    paper: PaperRow, paper_base: PaperRow, row: Row | None, base: Row, comparable: bool
+    paper: PaperRow, paper_base: PaperRow, row: Row | None, base: Row | None, comparable: bool
 ) -> list[tuple[float | None, Value | None, str]]:
     """The paper's value, ours and their format, for each column."""
     fewer = None if paper is paper_base else (1 - paper_base.cache_hit_rate) / (1 - paper.cache_hit_rate)
@@ -96,9 +122,9 @@ def _pairs(
     other = None if row is base else row
     return [
         *([(paper.ppl, measured("ppl"), ".2f")] if comparable else []),
-        (paper.delta_ppl_pct, other.change(base) if other else None, "+.1f"),
+        (paper.delta_ppl_pct, other.change(base) if other and base else None, "+.1f"),
         (paper.switch_rate, measured("switch_rate"), ".3f"),
         (paper.cache_hit_rate, measured("cache_hit_rate"), ".3f"),
-        (fewer, other.fewer_misses(base, "cache_hit_rate") if other else None, ".2f"),
+        (fewer, other.fewer_misses(base, "cache_hit_rate") if other and base else None, ".2f"),
         (paper.utilisation_entropy, measured("utilisation_entropy"), ".3f"),
     ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from stickymoe import __version__
 from stickymoe.errors import RunError, StickyError
 from stickymoe.experiments import figures, tables
 from stickymoe.experiments.collection import Collection, Group, Row, Run, collect
-from stickymoe.experiments.findings import Finding, findings, overfitting
-from stickymoe.experiments.paper import SOURCE, beside_the_paper
+from stickymoe.experiments.findings import Finding, findings
+from stickymoe.experiments.paper import SOURCE, beside_the_paper, layers_beside_the_paper
 from stickymoe.experiments.ribbon import PALETTE, Ribbon, read_ribbon, ribbon_svg
 from stickymoe.experiments.tables import ALL_SLOTS, Table, capacities
 from stickymoe.runs.folder import write_atomic
@@ -52,36 +52,39 @@ class Section:
     name: str
     group: Group
     results: Table
-    paper: Table | None
+    beside_paper: list[Table]
     drawings: list[Drawing]
     findings: list[Finding]
     ribbons: Ribbons | None
 
+    @property
+    def tables(self) -> list[Table]:
+        return [self.results, *self.beside_paper]
+
 
 def report(folders: Sequence[Path], out: Path) -> Collection:
     """Write the page `out` about every run in or under `folders`, and its tables and figures beside it."""
+    beside = out.with_suffix("")
     if out.suffix.lower() not in (".html", ".htm"):
         raise RunError(f"{out}: expected a page to write, such as report.html.")
+    if beside.resolve() in [folder.resolve() for folder in folders]:
+        raise RunError(f"{out} would put tables and figures among the runs in {beside}. Choose another name with -o.")
     collection = collect(folders)
-    sections = [_section(name, group) for name, group in collection.names().items()]
-    patterns = Drawing(
-        "access-patterns",
-        "Two orders of access",
-        "The number is the order in which a layer's experts are asked for. In prefill a layer sees all tokens before "
-        "the next begins, so a token's neighbour is the next access; in decoding all other layers come in between.",
-        figures.themed(figures.access_patterns()),
-    )
+    sections = [_section(name, group, collection) for name, group in collection.names().items()]
+    patterns = _patterns()
     provenance = _provenance(collection)
+    figures_of = [(d.name, vl_convert.vegalite_to_svg(d.spec)) for s in sections for d in s.drawings]
+    figures_of += [(f"ribbon-{s.name}", s.ribbons.svg()) for s in sections if s.ribbons is not None]
+    figures_of.append((patterns.name, vl_convert.vegalite_to_svg(patterns.spec)))
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        beside = out.with_suffix("")
-        for table in [t for s in sections for t in (s.results, s.paper) if t is not None] + [provenance]:
-            _write_table(table, beside / "tables")
-        for drawing in [d for s in sections for d in s.drawings] + [patterns]:
-            _write_figure(drawing.name, vl_convert.vegalite_to_svg(drawing.spec), beside / "figures")
-        for section in sections:
-            if section.ribbons is not None:
-                _write_figure(f"ribbon-{section.name}", section.ribbons.svg(), beside / "figures")
+        for folder in (beside / "tables", beside / "figures"):
+            folder.mkdir(parents=True, exist_ok=True)
+        for table in [*(table for section in sections for table in section.tables), provenance]:
+            for suffix, text in (("md", tables.markdown), ("tex", tables.latex), ("csv", tables.csv_text)):
+                write_atomic(beside / "tables" / f"{table.name}.{suffix}", text(table))
+        for name, svg in figures_of:
+            write_atomic(beside / "figures" / f"{name}.svg", svg)
+            (beside / "figures" / f"{name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
         write_atomic(out.with_suffix(".md"), _markdown(collection, sections, patterns, beside.name))
         write_atomic(out, _page(collection, sections, patterns))
     except OSError as e:
@@ -89,76 +92,86 @@ def report(folders: Sequence[Path], out: Path) -> Collection:
     return collection
 
 
-def _section(name: str, group: Group) -> Section:
-    found = findings(group) if group.baseline is not None and len(group.complete) > 2 else []
-    overfit = overfitting(group)
+def _section(name: str, group: Group, collection: Collection) -> Section:
+    others = [other for other in collection.groups if other is not group]
+    paper = (beside_the_paper(group, name=f"paper-{name}"), layers_beside_the_paper(group, name=f"paper-layers-{name}"))
     return Section(
         name=name,
         group=group,
         results=tables.results(group.rows, group.baseline, name=f"results-{name}", caption=f"Results, {group.title}."),
-        paper=beside_the_paper(group, name=f"paper-{name}"),
+        beside_paper=[table for table in paper if table is not None],
         drawings=_drawings(name, group),
-        findings=[overfit] if overfit is not None else found,
+        findings=findings(group, others) if len(group.complete) > 1 else [],
         ribbons=_ribbons(group),
     )
 
 
 def _drawings(name: str, group: Group) -> list[Drawing]:
     frontier = "The dashed line is the frontier: no run is better in both. Bars are one standard deviation over seeds."
-    wanted: list[tuple[str, str, str, Callable[[], figures.Chart | None]]] = [
+    wanted = [
         (
             "pareto-chr",
             "Hit rate against perplexity",
             f"The paper's hit rate: top-1 expert, LRU, 2 slots a layer. {frontier}",
-            lambda: figures.pareto(group, "cache_hit_rate", "cache hit rate (higher is better)", better="higher"),
+            figures.pareto(group, "cache_hit_rate", "cache hit rate (higher is better)", better="higher"),
         ),
         (
             "pareto-sr",
             "Switch rate against perplexity",
             frontier,
-            lambda: figures.pareto(group, "switch_rate", "switch rate (lower is better)", better="lower"),
+            figures.pareto(group, "switch_rate", "switch rate (lower is better)", better="lower"),
         ),
-        *(_misses(group, C, frontier) for C in capacities(group.rows)),
+    ]
+    for C in capacities(group.rows):
+        axis = f"misses per access, all slots, C={C} (lower is better)"
+        wanted.append(
+            (
+                f"pareto-misses-c{C}",
+                f"All-slots misses against perplexity, {C} slots a layer",
+                f"What a device pays: all k experts of a token, LRU. {frontier}",
+                figures.pareto(group, f"{ALL_SLOTS}{C}", axis, better="lower", misses=True),
+            )
+        )
+    wanted += [
         (
             "layers",
             "Switch rate by layer",
             "Layer 0 is nearest to the input. Brighter is stickier.",
-            lambda: figures.layers(group),
+            figures.layers(group),
         ),
         (
             "switches-misses",
             "Switches and misses",
-            "One point for each layer of each run. The paper calls the two directly equivalent.",
-            lambda: figures.switches_and_misses(group),
+            "One point for each layer of each row. The paper calls the two directly equivalent.",
+            figures.switches_and_misses(group),
         ),
         (
             "utilisation",
             "Use of experts by layer",
-            "Share of all k slots; white is the even share, purple more, orange less.",
-            lambda: figures.utilisation(group),
+            "Share of all k slots; white is the even share, orange more, purple less.",
+            figures.utilisation(group),
         ),
         (
             "curves",
             "Training and validation",
             "Loss terms without their weights, the mean over seeds; point at a line to single it out.",
-            lambda: figures.curves(group),
+            figures.curves(group),
         ),
     ]
-    charts = [(short, title, text, make()) for short, title, text, make in wanted]
     return [
         Drawing(f"{short}-{name}", title, text, figures.themed(chart))
-        for short, title, text, chart in charts
+        for short, title, text, chart in wanted
         if chart is not None
     ]
 
 
-def _misses(group: Group, C: int, frontier: str) -> tuple[str, str, str, Callable[[], figures.Chart | None]]:
-    axis = f"misses per access, all slots, C={C} (lower is better)"
-    return (
-        f"pareto-misses-c{C}",
-        f"All-slots misses against perplexity, {C} slots a layer",
-        f"What a device pays: all k experts of a token, LRU. {frontier}",
-        lambda: figures.pareto(group, f"{ALL_SLOTS}{C}", axis, better="lower", misses=True),
+def _patterns() -> Drawing:
+    return Drawing(
+        "access-patterns",
+        "Two orders of access",
+        "The number is the order in which a layer's experts are asked for. In prefill a layer sees all tokens before "
+        "the next begins, so a token's neighbour is the next access; in decoding all other layers come in between.",
+        figures.themed(figures.access_patterns()),
     )
 
 
@@ -175,8 +188,7 @@ class Ribbons:
         return len(self.shown[0].experts) // 2
 
     def svg(self) -> str:
-        pair = [self.shown[0], self.shown[self.sticky]] if self.sticky else [self.shown[0]]
-        return ribbon_svg(pair, layer=self.layer)
+        return ribbon_svg([self.shown[i] for i in sorted({0, self.sticky})], layer=self.layer)
 
     def as_dict(self) -> dict[str, Any]:
         first = self.shown[0]
@@ -192,52 +204,46 @@ class Ribbons:
 
 
 def _ribbons(group: Group) -> Ribbons | None:
-    found = [(row, ribbon) for row in group.routed if (ribbon := _first_ribbon(row)) is not None]
+    capacity = min(capacities(group.rows), default=2)
+    found = [(row, ribbon) for row in group.routed if (ribbon := _first_ribbon(row, capacity)) is not None]
     if not found:
         return None
-    sticky = min(range(len(found)), key=lambda i: (found[i][0] is group.baseline, found[i][0].mean("switch_rate") or 0))
+    rates = [row.mean("switch_rate") or 0.0 for row, _ in found]
+    sticky = min(range(1, len(found)), key=rates.__getitem__, default=0)
     return Ribbons([ribbon for _, ribbon in found], sticky)
 
 
-def _first_ribbon(row: Row) -> Ribbon | None:
+def _first_ribbon(row: Row, capacity: int) -> Ribbon | None:
     for run in row.complete:
         if run.folder is not None and run.folder.routes.exists():
             with contextlib.suppress(StickyError):  # routes cut off or without tokens: the next seed may do
-                return read_ribbon(run.folder.path, length=RIBBON_LENGTH)
+                return read_ribbon(run.folder.path, length=RIBBON_LENGTH, capacity=capacity)
     return None
 
 
 def _provenance(collection: Collection) -> Table:
     rows = []
-    for run in collection.runs:
-        record, env = run.record, run.record.environment
-        packages = env.get("packages", {})
-        rows.append(
-            (
-                record.run_id,
-                run.config.variant.label,
-                str(run.config.seed),
-                record.status,
-                record.data["fingerprint"][:12],
-                str(env.get("commit") or "unknown")[:12],
-                f"torch {packages.get('torch', '?')}, stickymoe {packages.get('stickymoe', '?')}",
-                str(env.get("processor") or env.get("system") or "unknown"),
+    for name, group in collection.names().items():
+        for run in group.runs:
+            record, env = run.record, run.record.environment
+            versions = [
+                f"{package} {env.get('packages', {}).get(package) or '?'}" for package in ("stickymoe", "torch")
+            ]
+            rows.append(
+                (
+                    record.run_id,
+                    name,
+                    run.config.variant.label,
+                    str(run.config.seed),
+                    record.status,
+                    record.data["fingerprint"][:12],
+                    (env.get("commit") or "unknown")[:12],
+                    ", ".join(versions),
+                    str(env.get("processor") or env.get("system") or "unknown"),
+                )
             )
-        )
-    heads = ("run", "variant", "seed", "status", "data", "commit", "versions", "machine")
+    heads = ("run", "comparison", "variant", "seed", "status", "data", "commit", "versions", "machine")
     return Table("provenance", "Where every figure comes from.", heads, tuple(rows))
-
-
-def _write_table(table: Table, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for suffix, text in (("md", tables.markdown), ("tex", tables.latex), ("csv", tables.csv_text)):
-        write_atomic(folder / f"{table.name}.{suffix}", text(table))
-
-
-def _write_figure(name: str, svg: str, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / f"{name}.svg", svg)
-    (folder / f"{name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
 
 
 def _page(collection: Collection, sections: list[Section], patterns: Drawing) -> str:
@@ -269,22 +275,34 @@ def _config_text(run: Run) -> str:
 
 
 def _markdown(collection: Collection, sections: list[Section], patterns: Drawing, beside: str) -> str:
-    parts = ["# Results\n", f"{tables.LEGEND}.\n"]
-    for bad in collection.damaged:
-        parts.append(f"- **damaged** `{bad.path}`: {bad.reason}")
+    clean = tables.markdown_escaped
+    parts = [
+        "# Results\n",
+        "Made by `stickymoe report`. ± is one standard deviation over seeds; changes and factors are over the seeds "
+        f"that both have. {tables.LEGEND}. [Where every figure comes from]({beside}/tables/provenance.md).\n",
+    ]
+    problems = [f"- **damaged** {clean(str(bad.path))}: {clean(bad.reason)}" for bad in collection.damaged]
+    problems += [
+        f"- **{run.record.status}** {clean(run.config.variant.label)}, seed {run.config.seed}"
+        f"{': ' + clean(run.record.failure) if run.record.failure else ''}"
+        for run in collection.runs
+        if not run.complete
+    ]
+    parts += [*problems, ""] if problems else []
     for section in sections:
-        parts += [f"## {section.group.title}\n", tables.markdown(section.results)]
-        if section.paper is not None:
-            parts += [f"{section.paper.caption} Source: {SOURCE}.\n", tables.markdown(section.paper)]
+        parts += [f"## {clean(section.group.title)}\n", tables.markdown(section.results)]
+        for table in section.beside_paper:
+            parts += [f"{clean(table.caption)} Source: {SOURCE}.\n", tables.markdown(table)]
         if section.findings:
             parts.append("### Findings\n")
-            parts += [f"- **{f.claim}: {f.verdict}.** {f.text}" for f in section.findings]
+            parts += [f"- **{f.claim}: {f.verdict}.** {clean(f.text)}" for f in section.findings]
             parts.append("")
-        for drawing in section.drawings:
-            parts.append(_markdown_figure(drawing, beside))
-    parts.append(_markdown_figure(patterns, beside))
+        if section.ribbons is not None:
+            parts.append(_markdown_figure(f"ribbon-{section.name}", "The same text, routed by two runs", "", beside))
+        parts += [_markdown_figure(d.name, d.title, d.text, beside) for d in section.drawings]
+    parts.append(_markdown_figure(patterns.name, patterns.title, patterns.text, beside))
     return "\n".join(parts)
 
 
-def _markdown_figure(drawing: Drawing, beside: str) -> str:
-    return f"### {drawing.title}\n\n![{drawing.title}]({beside}/figures/{drawing.name}.svg)\n\n{drawing.text}\n"
+def _markdown_figure(name: str, title: str, text: str, beside: str) -> str:
+    return f"### {title}\n\n![{title}]({beside}/figures/{name}.svg)\n\n{text}\n"

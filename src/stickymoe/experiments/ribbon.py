@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -20,6 +21,7 @@ from stickymoe.runs.record import RunRecord
 
 # Okabe and Ito's palette: eight colours that stay apart for colour-blind readers. More experts reuse them.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+_NOT_XML = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Ribbon:
         return int((line[1:] != line[:-1]).sum())
 
 
-def read_ribbon(run: Path, *, sequence: int = 0, length: int = 96) -> Ribbon:
+def read_ribbon(run: Path, *, sequence: int = 0, length: int = 96, capacity: int = 2) -> Ribbon:
     """A run's routing of the first `length` tokens of a validation sequence, from its folder."""
     folder = RunFolder(run)
     config = RunConfig.from_dict(RunRecord.read(folder.record).config)
@@ -49,10 +51,12 @@ def read_ribbon(run: Path, *, sequence: int = 0, length: int = 96) -> Ribbon:
     if table.tokens is None:
         raise RunError(f"{folder.routes} holds no tokens to show.")
     real = np.asarray(table.mask[sequence, :length])
-    tokenizer = Tokenizer.from_file(str(folder.tokenizer))
+    try:
+        tokenizer = Tokenizer.from_file(str(folder.tokenizer))
+    except Exception as e:  # what the tokenizers library raises has no type of its own
+        raise RunError(f"{folder.tokenizer} is missing or damaged: {e}.") from e
     words = tuple(tokenizer.decode([int(t)]) for t in table.tokens[sequence, :length][real])
     S = np.asarray(table.S[:, sequence, :length])[:, real]  # [L, n, k]
-    capacity = min(config.eval.capacities, default=2)
     loads = np.array([_loads(layer, capacity) for layer in S])
     return Ribbon(config.variant.label, words, S[..., 0], loads, table.n_experts, capacity)
 
@@ -68,11 +72,14 @@ def ribbon_svg(ribbons: Sequence[Ribbon], *, layer: int, width: int = 860) -> st
     y, parts = pad, []
     for ribbon in ribbons:
         n = len(ribbon.words) - 1
-        title = f"{ribbon.label}: the top expert of layer {layer} changes {ribbon.switches(layer)} times in {n} steps"
+        title = (
+            f"{ribbon.label}: the top expert of layer {layer} changes {ribbon.switches(layer)} times in {n} steps, "
+            f"{int(ribbon.loads[layer].sum())} loads into {ribbon.capacity} slots"
+        )
         parts.append(f'<text class="t" x="{pad}" y="{y + 12}">{escape(title)}</text>')
         x, y = float(pad), y + row
         for i, word in enumerate(ribbon.words):
-            shown = word.replace("\n", " ") or "·"
+            shown = _NOT_XML.sub("·", word.replace("\n", " ")) or "·"
             w = letter * max(len(shown), 1)
             if x + w > width - pad:
                 x, y = float(pad), y + row
@@ -81,6 +88,8 @@ def ribbon_svg(ribbons: Sequence[Ribbon], *, layer: int, width: int = 860) -> st
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{row - 4}" fill="{colour}" fill-opacity=".45"/>'
             )
+            if ribbon.loads[layer, i]:
+                parts.append(f'<rect x="{x:.1f}" y="{y + row - 6}" width="{w:.1f}" height="2" fill="#222"/>')
             if i and expert != int(ribbon.experts[layer, i - 1]):
                 parts.append(f'<rect x="{x - 0.75:.2f}" y="{y}" width="1.5" height="{row - 4}" fill="#222"/>')
             parts.append(f'<text xml:space="preserve" x="{x:.1f}" y="{y + 13}">{escape(shown)}</text>')

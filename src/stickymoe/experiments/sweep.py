@@ -25,6 +25,7 @@ from rich.table import Table
 from stickymoe.data.tokens import load_tokens
 from stickymoe.errors import InterruptedRunError, RunError
 from stickymoe.runs.config import DataConfig, RunConfig
+from stickymoe.runs.environment import describe_environment
 from stickymoe.runs.folder import RunFolder, run_id
 from stickymoe.runs.record import RunRecord
 
@@ -36,6 +37,7 @@ class Cell:
     config: RunConfig
     run_id: str
     folder: RunFolder
+    data: dict[str, Any]  # what the record says of it
     after: Cell | None = None  # the run whose result is this one's first phase
     process: subprocess.Popen[bytes] | None = None
     status: str = "waiting"
@@ -48,22 +50,31 @@ class Cell:
     def steps(self) -> int:
         return self.config.total_steps
 
+    @property
+    def record(self) -> RunRecord | None:
+        """What the run left, if it can be read."""
+        try:
+            return RunRecord.read(self.folder.record)
+        except RunError:
+            return None
+
 
 def plan(configs: Sequence[RunConfig], out: Path) -> list[Cell]:
     """The cells of a sweep; tokens are prepared here, once for all runs."""
-    fingerprints: dict[DataConfig, str] = {}
+    described: dict[DataConfig, dict[str, Any]] = {}
     cells: dict[str, Cell] = {}
     for config in configs:
-        if config.data not in fingerprints:
-            fingerprints[config.data] = load_tokens(config.data).fingerprint
-        identity = run_id(config, fingerprints[config.data])
+        if config.data not in described:
+            described[config.data] = load_tokens(config.data).describe()
+        data = described[config.data]
+        identity = run_id(config, data["fingerprint"])
         name = f"{config.variant.key}-s{config.seed}-{identity[:8]}"
-        cells.setdefault(identity, Cell(config, identity, RunFolder(out / name)))
+        cells.setdefault(identity, Cell(config, identity, RunFolder(out / name), data))
     for cell in cells.values():
         same = cell.config.variant.first_phase_is
         if same is not None:
             first = replace(cell.config, variant=same)
-            cell.after = cells.get(run_id(first, fingerprints[cell.config.data]))
+            cell.after = cells.get(run_id(first, cell.data["fingerprint"]))
     return list(cells.values())
 
 
@@ -71,7 +82,7 @@ def sweep(cells: list[Cell], *, jobs: int, console: Console | None = None) -> li
     """Carry out every cell, `jobs` at a time; answers them with their final status."""
     console = console or Console(stderr=True)
     for cell in cells:
-        if _recorded_status(cell) == "complete":
+        if (record := cell.record) is not None and record.status == "complete":
             cell.status = "complete"
     live = Live(_table(cells), console=console, refresh_per_second=1, transient=False)
     # A terminated sweep must not leave its runs behind, nor one in the background be deaf to Ctrl-C.
@@ -142,7 +153,7 @@ def _collect(cells: list[Cell]) -> None:
             continue
         said = _said(cell).read_text(errors="replace").strip().splitlines()
         code, cell.process = cell.process.returncode, None
-        if code == 0 and _recorded_status(cell) == "complete":
+        if code == 0 and (record := cell.record) is not None and record.status == "complete":
             cell.status = "complete"
             continue
         if cell.folder.is_locked():  # another sweep has it: look again later
@@ -153,19 +164,15 @@ def _collect(cells: list[Cell]) -> None:
         _record_failure(cell)
 
 
-def _recorded_status(cell: Cell) -> str | None:
-    try:
-        return RunRecord.read(cell.folder.record).status
-    except RunError:
-        return None
-
-
 def _record_failure(cell: Cell) -> None:
-    """A process that was killed or could not start leaves no word of it: say so in its record."""
-    try:
-        record = RunRecord.read(cell.folder.record)
-    except RunError:
-        record = RunRecord(cell.run_id, "failed", cell.config.as_dict(), data={}, environment={})
+    """A process that was killed or could not start leaves no word of it: say so in its record.
+
+    A record that cannot be read is left as it is: it may be all that is left of a finished run.
+    """
+    record = cell.record
+    if record is None and cell.folder.record.exists():
+        return
+    record = record or RunRecord(cell.run_id, "failed", cell.config.as_dict(), cell.data, describe_environment())
     if record.status != "complete":
         replace(record, status="failed", failure=record.failure or cell.failure).write(cell.folder.record)
 

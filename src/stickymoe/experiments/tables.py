@@ -25,7 +25,7 @@ NOTHING = "–"
 
 
 @dataclass(frozen=True)
-class Figure:
+class Number:
     """A value and how many digits of it are worth showing."""
 
     value: Value
@@ -44,7 +44,7 @@ class Figure:
         return f"{self.mean} ± {self.sd}" if self.sd else self.mean
 
 
-Cell = str | Figure
+Cell = str | Number
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def results(rows: Sequence[Row], baseline: Row | None = None, *, name: str = "re
     lines = []
     for row in rows:
         if row.complete:
-            cells = [_figure(column.cell(row, baseline), column.form) for column in columns]
+            cells = [_number(column.cell(row, baseline), column.form) for column in columns]
         else:
             cells = [row.status] * len(columns)
         lines.append((row.label, *([_seeds(row)] if seeds else []), *cells))
@@ -124,8 +124,8 @@ def results(rows: Sequence[Row], baseline: Row | None = None, *, name: str = "re
     return Table(name, caption, headings, tuple(lines))
 
 
-def _figure(value: Value | None, form: str) -> Cell:
-    return NOTHING if value is None else Figure(value, form)
+def _number(value: Value | None, form: str) -> Cell:
+    return NOTHING if value is None else Number(value, form)
 
 
 def _seeds(row: Row) -> str:
@@ -135,22 +135,28 @@ def _seeds(row: Row) -> str:
 
 def markdown(table: Table) -> str:
     lines = [list(table.headings), ["---"] + ["---:"] * (len(table.headings) - 1)]
-    lines += [[str(cell).replace("|", "\\|") for cell in row] for row in table.rows]
+    lines += [[markdown_escaped(str(cell)) for cell in row] for row in table.rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
+def markdown_escaped(text: str) -> str:
+    """Text that cannot become markup or break a row."""
+    return " ".join(escape(text, quote=False).replace("|", "\\|").split())
+
+
 def csv_text(table: Table) -> str:
-    """One column per heading, and another for the deviation where there is one."""
+    """All digits, empty where nothing was measured; another column for the deviation where there is one."""
     columns = zip(*table.rows, strict=True)
-    spread = [any(isinstance(cell, Figure) and cell.sd for cell in column) for column in columns]
+    spread = [any(isinstance(cell, Number) and cell.sd for cell in column) for column in columns]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     heads = zip(table.headings, spread, strict=True)
     writer.writerow([h for heading, two in heads for h in ([heading, f"{heading} sd"] if two else [heading])])
     for row in table.rows:
-        cells: list[str] = []
+        cells: list[float | str | None] = []
         for cell, two in zip(row, spread, strict=True):
-            mean, sd = (cell.mean, cell.sd) if isinstance(cell, Figure) else (cell, "")
+            plain = None if cell == NOTHING else str(cell)
+            mean, sd = (cell.value.mean, cell.value.sd) if isinstance(cell, Number) else (plain, None)
             cells += [mean, sd] if two else [mean]
         writer.writerow(cells)
     return out.getvalue()
@@ -175,6 +181,11 @@ _LATEX = {
     "β": r"$\beta$",
     "γ": r"$\gamma$",
     "μ": r"$\mu$",
+    "ρ": r"$\rho$",
+    "δ": r"$\delta$",
+    "τ": r"$\tau$",
+    "≥": r"$\geq$",
+    "≤": r"$\leq$",
 }
 
 
@@ -212,7 +223,7 @@ def html(table: Table) -> str:
 
 
 def _html_cell(cell: Cell) -> str:
-    if isinstance(cell, Figure) and cell.sd:
+    if isinstance(cell, Number) and cell.sd:
         return f'<td>{escape(cell.mean)} <span class="sd">± {escape(cell.sd)}</span></td>'
     return f"<td>{escape(str(cell))}</td>"
 

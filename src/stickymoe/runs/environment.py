@@ -8,13 +8,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("stickymoe", "torch", "numpy", "numba", "accelerate", "tokenizers", "safetensors")
+from stickymoe import __version__
+
+_PACKAGES = ("torch", "numpy", "numba", "accelerate", "tokenizers", "safetensors")
 
 
 def describe_environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {"stickymoe": __version__} | {name: _version(name) for name in _PACKAGES},
         "commit": _commit(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),

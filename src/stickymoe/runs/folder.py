@@ -120,7 +120,10 @@ class RunFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every whole line; one that was cut off in mid-write is left out."""
         text = self.metrics.read_text(encoding="utf-8")
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        try:
+            return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        except ValueError as e:
+            raise RunError(f"{self.metrics} is damaged: {e}.") from e
 
 
 def _line(values: dict[str, Any]) -> str:

@@ -49,10 +49,21 @@ class RunRecord:
             record = cls(**values)
         except TypeError as e:
             raise RunError(f"{path} is damaged: {e}.") from e
-        for name in ("config", "data", "environment", "metrics", "per_layer"):
-            if not isinstance(getattr(record, name), dict):
-                raise RunError(f"{path} is damaged: {name} is {getattr(record, name)!r}, expected a mapping.")
+        record.require_whole(path)
         return record
+
+    def require_whole(self, path: Path) -> None:
+        """Refuse values that a run would not have written."""
+        for name in ("config", "data", "environment", "metrics", "per_layer"):
+            if not isinstance(getattr(self, name), dict):
+                raise RunError(f"{path} is damaged: {name} is {getattr(self, name)!r}, expected a mapping.")
+        for name in ("fingerprint", "vocab_size", "tokens"):
+            if name not in self.data:
+                raise RunError(f"{path} is damaged: data has no {name}.")
+        layers = [value for values in self.per_layer.values() for value in values]
+        for value in [*self.metrics.values(), *layers]:
+            if value is not None and not isinstance(value, int | float):
+                raise RunError(f"{path} is damaged: got {value!r} among the metrics, expected numbers.")
 
 
 def earlier_run(folder: RunFolder, record: RunRecord, *, resume: bool) -> RunRecord | None:

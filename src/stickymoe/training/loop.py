@@ -91,11 +91,7 @@ def train(
         run_id=run_id(config, data.fingerprint),
         status="running",
         config=config.as_dict(),
-        data={
-            "fingerprint": data.fingerprint,
-            "vocab_size": data.vocab_size,
-            "tokens": {name: len(getattr(data, name).tokens) for name in ("train", "valid", "test")},
-        },
+        data=data.describe(),
         environment=describe_environment()
         | {
             "device": accelerator.device.type,
