@@ -66,15 +66,15 @@ def plain(table, access, policy, C):
     for unit, l, b, t in visits(table, access):
         if not table.mask[b, t]:
             continue
-        def entries(experts):
-            return [l // share * table.n_experts + int(e) for e in experts]
+        first = l // share * table.n_experts
+
         expected = None
         if isinstance(access.prefetch, np.ndarray):
-            expected = entries(access.prefetch[l, b, t])
+            expected = [first + int(e) for e in access.prefetch[l, b, t]]
         elif access.prefetch == "previous" and reference.is_pair(table.mask, table.doc, b, t):
-            expected = entries(table.S[l, b, t - 1, :k])
+            expected = [first + int(e) for e in table.S[l, b, t - 1, :k]]
         cache = 0 if access.pool else l // share
-        asked[cache][0 if access.warm else unit].append((expected, entries(table.S[l, b, t, :k])))
+        asked[cache][0 if access.warm else unit].append((expected, [first + int(e) for e in table.S[l, b, t, :k]]))
     n_caches = 1 if access.pool else -(-L // share)
     results = []
     for i in range(n_caches):
@@ -140,7 +140,7 @@ def test_the_size_of_blocks_makes_no_difference(data, C, policy):
 def test_the_papers_hit_rate_comes_out_of_the_general_machinery(table, C):
     for top1, metric in ((True, cache_hit_rate), (False, cache_hit_rate_all)):
         result = simulate(table, capacity=C, access=Access(top1=top1, order="decode"))
-        np.testing.assert_equal(1 - result.miss_rate, pytest.approx(metric(table, C), nan_ok=True))
+        assert 1 - result.miss_rate == pytest.approx(metric(table, C), nan_ok=True)
 
 
 @costly
@@ -218,7 +218,10 @@ def test_a_wrong_predictor_only_wastes():
         ({"share_block": 0}, r"^share_block: got 0, expected a whole number of layers ≥ 1"),
         ({"share_block": 3}, r"^share_block: got 3, expected at most the 2 layers of the trace\.$"),
         ({"prefetch": "next"}, r"^prefetch: got 'next', expected previous, or a predictor's sets\.$"),
-        ({"prefetch": np.zeros((2, 1, 3, 1), int)}, r"^prefetch: got sets of shape \(2, 1, 3, 1\), expected \[2, 1, 4, …\]"),
+        (
+            {"prefetch": np.zeros((2, 1, 3, 1), int)},
+            r"^prefetch: got sets of shape \(2, 1, 3, 1\), expected \[2, 1, 4, …\]",
+        ),
         ({"prefetch": np.full((2, 1, 4, 1), 9)}, r"^prefetch: got experts \(9, 9\), expected 0 … 3\.$"),
     ],
 )

@@ -193,7 +193,9 @@ class Cache:
         if isinstance(policy, str):
             require_policy(policy)
             if policy in INFORMED:
-                raise ConfigError(f"policy: '{policy}' must know the requests, pass {INFORMED[policy].__name__}(requests).")
+                raise ConfigError(
+                    f"policy: '{policy}' must know the requests, pass {INFORMED[policy].__name__}(requests)."
+                )
             policy = ONLINE[policy]()
         self.capacity = require_slots(capacity)
         self._policy = policy

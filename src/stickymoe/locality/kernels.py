@@ -1,8 +1,8 @@
 """Compiled loops of the replay. Each does what `cache.Cache` does request by request; tests hold them equal.
 
-A block of `steps` [n, width] is served in order: `kind` says whether a row is skipped, asked for (its first k entries)
-or fetched ahead (its first p); where `cold` the cache is emptied first. The state of a cache lives in arrays that the caller keeps,
-so that a trace of any length goes through in blocks.
+A block of `steps` [n, width] is served in order: `kind` says whether a row is skipped, asked for (its first k
+entries) or fetched ahead (its first p); where `cold` the cache is emptied first. The state of a cache lives in
+arrays that the caller keeps, so that a trace of any length goes through in blocks.
 """
 
 from __future__ import annotations
@@ -347,3 +347,83 @@ def repeated(steps: Any, kind: Any, k: int, p: int) -> bool:
                     if steps[i, j] == steps[i, other]:
                         return True
     return False
+
+
+@njit(cache=True)
+def segment_uses(S: Any, mask: Any, unit: Any, n_experts: int, window: int, out: Any) -> None:
+    """Adds to `out[u]` the experts with u uses in each segment of `window` adjacent tokens of S [B, T, k].
+
+    `out[window + 1]` counts the segments. A segment lies inside one document and has no hole.
+    """
+    uses = np.zeros(n_experts, np.int64)
+    n_sequences, n_steps, k = S.shape
+    for b in range(n_sequences):
+        uses[:] = 0
+        begin = 0  # of the tokens counted in `uses`
+        for t in range(n_steps):
+            if not mask[b, t] or (t > 0 and unit[b, t] != unit[b, t - 1]):
+                uses[:] = 0
+                begin = t
+            if not mask[b, t]:
+                begin = t + 1
+                continue
+            for j in range(k):
+                uses[S[b, t, j]] += 1
+            if t - begin == window:
+                for j in range(k):
+                    uses[S[b, begin, j]] -= 1
+                begin += 1
+            if t - begin == window - 1:
+                out[window + 1] += 1
+                for e in range(n_experts):
+                    out[uses[e]] += 1
+
+
+@njit(cache=True)
+def segment_cache_hits(S: Any, mask: Any, unit: Any, n_experts: int, window: int, capacity: int) -> int:
+    """Hits of a cache that evicts the expert with the fewest uses in the next `window` − 1 tokens of its document."""
+    resident = np.zeros(n_experts, np.bool_)
+    pinned = np.zeros(n_experts, np.bool_)
+    last = np.zeros(n_experts, np.int64)
+    ahead = np.zeros(n_experts, np.int64)  # uses after this token, before `far`
+    n_sequences, n_steps, k = S.shape
+    hits = size = clock = far = 0
+    for b in range(n_sequences):
+        for t in range(n_steps):
+            if t == 0 or unit[b, t] != unit[b, t - 1]:
+                resident[:] = False
+                ahead[:] = 0
+                size = 0
+                far = t
+            while far < min(t + window, n_steps) and unit[b, far] == unit[b, t]:
+                if mask[b, far]:
+                    for j in range(k):
+                        ahead[S[b, far, j]] += 1
+                far += 1
+            if not mask[b, t]:
+                continue
+            for j in range(k):
+                e = S[b, t, j]
+                pinned[e] = True
+                ahead[e] -= 1
+                hits += resident[e]
+            for j in range(k):
+                e = S[b, t, j]
+                if resident[e]:
+                    continue
+                if size == capacity:
+                    victim = -1
+                    for x in range(n_experts):
+                        if not resident[x] or pinned[x]:
+                            continue
+                        if victim < 0 or (ahead[x], last[x]) < (ahead[victim], last[victim]):
+                            victim = x
+                    resident[victim] = False
+                    size -= 1
+                resident[e] = True
+                size += 1
+            for j in range(k - 1, -1, -1):
+                clock += 1
+                last[S[b, t, j]] = clock
+                pinned[S[b, t, j]] = False
+    return hits

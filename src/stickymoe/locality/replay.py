@@ -233,7 +233,9 @@ def simulate(
     found = streams(table, access or Access())
     capacities = [capacity] * len(found) if hasattr(capacity, "__index__") else list(capacity)
     if len(capacities) != len(found):
-        raise ConfigError(f"capacity: got {len(capacities)} numbers, expected one, or one for each of {len(found)} caches.")
+        raise ConfigError(
+            f"capacity: got {len(capacities)} numbers, expected one, or one for each of {len(found)} caches."
+        )
     stats = (replay_stream(s, policy=policy, capacity=c) for s, c in zip(found, capacities, strict=True))
     return Simulation(tuple(stats), tokens=found[0].real_tokens if found else 0)
 

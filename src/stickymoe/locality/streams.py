@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Integer, Shaped, UInt
@@ -18,9 +18,6 @@ from jaxtyping import Bool, Integer, Shaped, UInt
 from stickymoe.errors import ConfigError, DataError, require
 from stickymoe.locality.kernels import ASK, FETCH, SKIP, repeated
 from stickymoe.locality.table import BLOCK, RouteTable, blocks, extremes, release
-
-Order = Literal["layer", "decode"]
-Prefetch = Literal["previous"] | Integer[np.ndarray, "L B T p"] | None
 
 
 class Block(NamedTuple):
@@ -45,12 +42,12 @@ class Access:
     prefetch: load the previous token's set of the layer ahead of each request, or a predictor's sets
     """
 
-    order: Order = "layer"
+    order: str = "layer"
     pool: bool = False
     share_block: int | None = 1
     warm: bool = False
     top1: bool = False
-    prefetch: Prefetch = None
+    prefetch: str | Integer[np.ndarray, ...] | None = None
 
     def __post_init__(self) -> None:
         require(self.order in ("layer", "decode"), "order", self.order, "layer or decode")
@@ -188,7 +185,7 @@ def _interleave(
 
 def streams(table: RouteTable, access: Access) -> list[Stream]:
     """One stream per cache."""
-    L, B, T, _ = table.S.shape
+    L, _, T, _ = table.S.shape
     share = L if access.share_block is None else access.share_block
     require(share <= L, "share_block", share, f"at most the {L} layers of the trace")
     S = _flat(table.S[..., :1] if access.top1 else table.S)

@@ -24,7 +24,7 @@ def index_dtype(n_experts: int) -> type[np.unsignedinteger[Any]]:
     return np.uint8 if n_experts <= 256 else np.uint16
 
 
-def release(array: Shaped[np.ndarray, "..."]) -> None:
+def release(array: Shaped[np.ndarray, ...]) -> None:
     """Let go of what was read of a mapped array: its pages count as memory of this process otherwise."""
     mapping = getattr(array, "_mmap", None)
     if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
@@ -36,7 +36,7 @@ def blocks(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def extremes(array: Integer[np.ndarray, "..."]) -> tuple[int, int]:
+def extremes(array: Integer[np.ndarray, ...]) -> tuple[int, int]:
     """Least and greatest of a non-empty array, read in blocks."""
     flat = array.reshape(-1)
     found = []
