@@ -26,7 +26,7 @@ def test_a_load_waits_and_flows():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("512MB", 512e6), ("1.5 GiB", 1.5 * 2**30), ("4096", 4096), ("4kB", 4000), (7, 7), ("2G", 2e9)]
+    ("text", "value"), [("512MB", 512e6), ("1.5 GiB", 1.5 * 2**30), ("4096", 4096), ("4kB", 4000), ("2G", 2e9)]
 )
 def test_bytes_as_people_write_them(text, value):
     assert parse_bytes(text) == value

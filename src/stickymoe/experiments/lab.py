@@ -240,7 +240,7 @@ def weights_of(trace: Trace, expert_bytes: float | None, other_bytes: float) -> 
     size = expert_bytes if expert_bytes is not None else trace.expert_bytes
     if size is None:
         raise ConfigError(f"{trace.path} does not say how large an expert is: add --expert_bytes, such as 14MB.")
-    return Weights(expert=size, other=other_bytes)
+    return Weights(expert=float(size), other=other_bytes)
 
 
 def plan_points(

@@ -49,9 +49,9 @@ class Device:
         return 1000 * active_bytes / self.compute_bandwidth
 
 
-def parse_bytes(text: str | float, key: str = "bytes") -> float:
+def parse_bytes(text: str, key: str = "bytes") -> float:
     """512MB, 1.5GiB, 4096: decimal and binary units."""
-    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([kMGT]i?)?B?\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([kMGT]i?)?B?\s*", text)
     try:
         value = float(match[1]) * _UNITS[match[2] or ""] if match else math.nan
     except ValueError:
@@ -108,7 +108,7 @@ def _figure(fields: dict[str, Any], key: str, source: str) -> float:
     value = fields[key]
     expected = "milliseconds ≥ 0" if key == "load_latency_ms" else "bytes > 0 such as 500MB"
     try:
-        figure = float(value) if key == "load_latency_ms" else parse_bytes(value, key)
+        figure = float(value) if key == "load_latency_ms" else parse_bytes(str(value), key)
     except (TypeError, ValueError, ConfigError):
         figure = math.nan
     least = 0.0 if key == "load_latency_ms" else 1.0
