@@ -1,6 +1,6 @@
 """Cache replay: ours beside libCacheSim, one core, 128 experts, one expert a request.
 
-    python benchmarks/replay.py                                every question; writes replay.json (a few minutes, 3 GB of disk)
+    python benchmarks/replay.py        every question; writes replay.json (minutes, 3 GB of disk)
     python benchmarks/replay.py --accesses 1e6 --growth 1e5,1e6     a quick look, same record
     python benchmarks/replay.py --growth 1e6,1e7,1e8           without the trace of a billion accesses
 
@@ -171,7 +171,9 @@ def everything(a: argparse.Namespace) -> None:
         results["main"] = measured(list(CONTESTANTS), a.accesses, 128, a.rounds)
         results["by accesses"] = [measured(["lru"], n, 128, 3) for n in a.growth]
         some = min(a.accesses, 10_000_000)
-        results["by experts"] = [measured(["lru", "curve", "belady"], some, n, 3) for n in (4, 8, 16, 32, 64, 128, 256, 512)]
+        results["by experts"] = [
+            measured(["lru", "curve", "belady"], some, n, 3) for n in (4, 8, 16, 32, 64, 128, 256, 512)
+        ]
     results["targets"] = targets(results["main"], results["by accesses"][-1])
     write_record(a.out, results)
 

@@ -106,7 +106,9 @@ def test_convert_writes_a_folder_that_simulate_takes(capsys, tmp_path):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refused_in_one_line(argv, says, made, capsys, tmp_path):
-    save_table(RouteTable(S=np.zeros((2, 2, 60, 2), np.uint8), n_experts=4, mask=np.ones((2, 60), bool)), tmp_path / "b")
+    save_table(
+        RouteTable(S=np.zeros((2, 2, 60, 2), np.uint8), n_experts=4, mask=np.ones((2, 60), bool)), tmp_path / "b"
+    )
     (tmp_path / "text").write_text("hello\n")
     (tmp_path / "broken.yaml").write_text("fast_memory: 1GB\n")
     places = {"TRACE": made, "OTHER": tmp_path / "b", "TEXT": tmp_path / "text", "OUT": tmp_path / "out"}

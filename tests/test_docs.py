@@ -29,7 +29,7 @@ def commands(page: Path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, corpus):
-    """A folder with what the pages speak of: texts under DIR and WIKITEXT, another tool's trace, a run under runs/soft."""
+    """A folder with what the pages speak of: texts under DIR and WIKITEXT, a foreign trace, runs/soft."""
     folder = tmp_path_factory.mktemp("docs")
     for name in ("DIR", "WIKITEXT"):
         (folder / name).symlink_to(corpus)

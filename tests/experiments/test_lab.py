@@ -89,7 +89,9 @@ def test_a_stickier_run_is_chosen_where_the_budget_is_small(tmp_path):
     def chosen(memory, speed):
         answers = []
         for t in traces:
-            points = lab.plan_points(t, DEVICE, lab.weights_of(t, None, 0.0), policies=["lru", "belady"], access=Access())
+            points = lab.plan_points(
+                t, DEVICE, lab.weights_of(t, None, 0.0), policies=["lru", "belady"], access=Access()
+            )
             answers.append(lab.answer(points, lab.Budget(memory, speed)))
         return lab.choose_run(traces, answers)
 

@@ -79,7 +79,10 @@ def test_columns_are_read_by_name_and_unknown_weights_are_unknown(bigmoe):
     [
         (PREAMBLE, r"holds no routing, only a preamble"),
         (PREAMBLE + ROWS[:-20], r"row 14 is cut off or damaged|got 1 experts for turn 1, step 9, layer 2, expected 2"),
-        (PREAMBLE + ROWS.replace("0,0,0,1,1,5,0.25,0,4096,0\n", ""), r"got 1 experts for turn 0, step 0, layer 1, expected 2"),
+        (
+            PREAMBLE + ROWS.replace("0,0,0,1,1,5,0.25,0,4096,0\n", ""),
+            r"got 1 experts for turn 0, step 0, layer 1, expected 2",
+        ),
         (PREAMBLE + ROWS.replace(",7,0.9", ",8,0.9"), r"got expert 8 at step 1, expected experts 0 … 7"),
         (PREAMBLE + ROWS.replace("1,1,9,", "1,1,-1,"), r"at step -1, expected .* steps ≥ 0"),
         (PREAMBLE.replace("n_expert=8", "n_expert=x") + ROWS, r"got n_expert 'x' in the preamble"),
@@ -97,7 +100,9 @@ def test_a_damaged_or_foreign_text_is_refused(bigmoe, text, says):
 
 def test_a_trace_of_cacheable_by_design(tmp_path):
     experts = np.array([[[3, 1], [1, 3], [0, 2]]] * 2, np.int16)
-    path = cacheable(tmp_path / "code.npz", experts, {"num_experts": 4, "top_k": 2}, hidden=np.zeros((3, 5), np.float16))
+    path = cacheable(
+        tmp_path / "code.npz", experts, {"num_experts": 4, "top_k": 2}, hidden=np.zeros((3, 5), np.float16)
+    )
     table = open_trace(path)
     assert table.S.shape == (2, 1, 3, 2)
     assert table.S.dtype == np.uint8

@@ -57,15 +57,26 @@ def test_the_smallest_cache_that_is_fast_enough():
     points = [point(100, 100, (1, 1)), point(200, 50, (2, 2)), point(300, 10, (3, 3))]
     assert smallest(points, memory=1e3, tokens_per_s=20.0).point is points[1]
     assert smallest(points, memory=250.0).point is points[1]
-    assert smallest(points, memory=250.0).words == "In 250 B: lru with 2 slots a cache (200 B) gives 20 tokens/s at 50.0% misses."
+    assert (
+        smallest(points, memory=250.0).words
+        == "In 250 B: lru with 2 slots a cache (200 B) gives 20 tokens/s at 50.0% misses."
+    )
 
 
 @pytest.mark.parametrize(
     ("memory", "speed", "says"),
     [
         (50.0, None, r"^No cache fits 50 B: the smallest, 1 slot a cache, takes 100 B\.$"),
-        (250.0, 90.0, r"^No cache reaches 90 tokens/s in 250 B: that takes 300 B \(3 slots a cache\), here 20 is the most\.$"),
-        (1e3, 500.0, r"^No cache reaches 500 tokens/s in 1 kB: even the largest cache gives 100 \(1 loads a token remain\)\.$"),
+        (
+            250.0,
+            90.0,
+            r"^No cache reaches 90 tokens/s in 250 B: that takes 300 B \(3 slots a cache\), here 20 is the most\.$",
+        ),
+        (
+            1e3,
+            500.0,
+            r"^No cache reaches 500 tokens/s in 1 kB: even the largest cache gives 100 \(1 loads a token remain\)\.$",
+        ),
     ],
 )
 def test_none_does_it_and_why(memory, speed, says):
@@ -78,8 +89,14 @@ def test_none_does_it_and_why(memory, speed, says):
 @pytest.mark.parametrize(
     ("rates", "says"),
     [
-        ({"lru": 0.118, "belady": 0.099}, "with 2 slots a cache: 11.8% misses (lru), Belady 9.9%, so the policy is not the problem"),
-        ({"lru": 0.4, "lfu": 0.3, "belady": 0.1}, "30.0% misses (lfu), Belady 10.0%, so a better policy could avoid up to 67%"),
+        (
+            {"lru": 0.118, "belady": 0.099},
+            "with 2 slots a cache: 11.8% misses (lru), Belady 9.9%, so the policy is not the problem",
+        ),
+        (
+            {"lru": 0.4, "lfu": 0.3, "belady": 0.1},
+            "30.0% misses (lfu), Belady 10.0%, so a better policy could avoid up to 67%",
+        ),
         ({"lru": 0.002, "belady": 0.001}, "so the cache is large enough"),
     ],
 )
@@ -87,8 +104,9 @@ def test_policy_or_working_set(rates, says):
     assert says in verdict("2 slots a cache", rates, 5.0)
 
 
-@pytest.mark.parametrize(("size", "other", "key"), [(0.0, 0.0, "expert_bytes"), (-1.0, 0.0, "expert_bytes"), (1.0, -1.0, "other_bytes")])
+@pytest.mark.parametrize(
+    ("size", "other", "key"), [(0.0, 0.0, "expert_bytes"), (-1.0, 0.0, "expert_bytes"), (1.0, -1.0, "other_bytes")]
+)
 def test_weights_without_a_size_are_refused(size, other, key):
     with pytest.raises(StickyError, match=f"^{key}: got"):
         Weights(size, other)
-

@@ -18,7 +18,18 @@ from stickymoe.locality import figures, metrics
 from stickymoe.locality.cache import POLICIES
 from stickymoe.locality.devices import Device
 from stickymoe.locality.formats import open_trace
-from stickymoe.locality.latency import Answer, Point, Weights, in_bytes, in_slots, in_speed, knee, plan, smallest, verdict
+from stickymoe.locality.latency import (
+    Answer,
+    Point,
+    Weights,
+    in_bytes,
+    in_slots,
+    in_speed,
+    knee,
+    plan,
+    smallest,
+    verdict,
+)
 from stickymoe.locality.replay import MissCurve, Simulation, allocate, miss_curve, simulate
 from stickymoe.locality.streams import Access, streams
 from stickymoe.locality.table import RouteTable

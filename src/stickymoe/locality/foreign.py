@@ -108,7 +108,7 @@ def read_cacheable(path: Path) -> RouteTable:
     sequence: the file does not say where the tool's forward passes ended.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             experts, meta = arrays["experts"], json.loads(str(arrays["meta"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
         raise DataError(f"{path} is damaged or no routing-lab trace: {' '.join(str(e).split())}.") from e

@@ -427,3 +427,30 @@ def segment_cache_hits(S: Any, mask: Any, unit: Any, n_experts: int, window: int
                 last[S[b, t, j]] = clock
                 pinned[S[b, t, j]] = False
     return hits
+
+
+@njit(cache=True)
+def seed(number: int) -> None:
+    """Begin the random numbers of `draw_sets`."""
+    np.random.seed(number)
+
+
+@njit(cache=True)
+def draw_sets(out: Any, state: Any, ranked: Any, chances: Any, stickiness: float) -> None:
+    """Fill `out` [n, k] with sets of a synthetic trace; `state` holds the last one, −1 before the first."""
+    k = out.shape[1]
+    for t in range(len(out)):
+        for j in range(k):
+            if state[j] >= 0 and np.random.random() >= stickiness:
+                state[j] = -1
+        for j in range(k):
+            while state[j] < 0:
+                rank = min(np.searchsorted(chances, np.random.random()), len(ranked) - 1)
+                fresh = True
+                for other in range(k):
+                    if state[other] == ranked[rank]:
+                        fresh = False
+                if fresh:
+                    state[j] = ranked[rank]
+        for j in range(k):
+            out[t, j] = state[j]

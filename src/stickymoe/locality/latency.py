@@ -111,7 +111,9 @@ def _why(points: Sequence[Point], best: Point, tokens_per_s: float) -> str:
     faster = [p for p in points if p.tokens_per_s >= tokens_per_s]
     if faster:
         needed = min(faster, key=lambda p: p.memory)
-        return f"that takes {in_bytes(needed.memory)} ({_slots(needed)}), here {in_speed(best.tokens_per_s)} is the most"
+        return (
+            f"that takes {in_bytes(needed.memory)} ({_slots(needed)}), here {in_speed(best.tokens_per_s)} is the most"
+        )
     loads = f"{best.loads_per_token:.3g} loads a token remain"
     return f"even the largest cache gives {in_speed(max(p.tokens_per_s for p in points))} ({loads})"
 

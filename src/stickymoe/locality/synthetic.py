@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 
 from stickymoe.errors import require
 from stickymoe.locality.formats import create_table
@@ -42,48 +41,24 @@ class Synthetic:
 
 def make_trace(folder: Path, kind: Synthetic) -> None:
     """Write a synthetic trace folder, a block at a time."""
+    from stickymoe.locality.kernels import draw_sets, seed  # numba: not for asking what there is
+
     rng = np.random.default_rng(kind.seed)
     popularity = np.arange(1, kind.n_experts + 1, dtype=np.float64) ** -kind.skew
     chances = np.cumsum(popularity / popularity.sum())
     shape = (kind.n_layers, kind.sequences, kind.length, kind.top_k)
     with create_table(folder, shape, n_experts=kind.n_experts) as (S, mask):
-        _seed(kind.seed)
+        seed(kind.seed)
         for layer in range(kind.n_layers):
             ranked = rng.permutation(kind.n_experts)
             for b in range(kind.sequences):
                 state = np.full(kind.top_k, -1)
                 for span in blocks(kind.length, max(BLOCK // kind.top_k, 1)):
                     part = np.empty((span.stop - span.start, kind.top_k), S.dtype)
-                    _draw(part, state, ranked, chances, kind.stickiness)
+                    draw_sets(part, state, ranked, chances, kind.stickiness)
                     S[layer, b, span] = part
                     release(S)
         for b in range(kind.sequences):
             for span in blocks(kind.length, BLOCK):
                 mask[b, span] = True
                 release(mask)
-
-
-@njit(cache=True)
-def _seed(seed: int) -> None:
-    np.random.seed(seed)
-
-
-@njit(cache=True)
-def _draw(out, state, ranked, chances, stickiness):  # type: ignore[no-untyped-def]
-    """Fill `out` [n, k]; `state` holds the last set, −1 before the first."""
-    k = out.shape[1]
-    for t in range(len(out)):
-        for j in range(k):
-            if state[j] < 0 or np.random.random() >= stickiness:
-                state[j] = -1
-        for j in range(k):
-            while state[j] < 0:
-                rank = min(np.searchsorted(chances, np.random.random()), len(ranked) - 1)
-                fresh = True
-                for other in range(k):
-                    if state[other] == ranked[rank]:
-                        fresh = False
-                if fresh:
-                    state[j] = ranked[rank]
-        for j in range(k):
-            out[t, j] = state[j]
