@@ -10,7 +10,7 @@ from stickymoe.experiments import lab
 from stickymoe.locality.devices import Device
 from stickymoe.locality.formats import save_table
 from stickymoe.locality.latency import Answer, Point
-from stickymoe.locality.streams import Access
+from stickymoe.locality.streams import Access, streams
 from stickymoe.locality.table import RouteTable
 from strategies import sticky_choices
 
@@ -62,10 +62,19 @@ def test_the_report_says_what_a_larger_cache_than_there_are_experts_does(tmp_pat
     assert report.results["lru"][9].misses == whole.results["lru"][6].misses
 
 
-def test_default_capacities():
-    assert lab.default_capacities(4, 2) == [1, 2, 3, 4]
-    assert lab.default_capacities(64, 8) == [8, 12, 16, 24, 32, 48, 64]
-    assert lab.default_capacities(128, 8)[-2:] == [64, 128]
+@pytest.mark.parametrize(
+    ("n_experts", "k", "access", "expected"),
+    [
+        (4, 2, {}, [1, 2, 3, 4]),
+        (64, 8, {}, [8, 12, 16, 24, 32, 48, 64]),
+        (64, 8, {"pool": True}, [16, 24, 32, 48, 64, 96, 128]),
+        (20, 8, {"share_block": None}, [10, 16, 20]),
+        (20, 12, {"share_block": None}, [10, 12, 18, 20]),
+    ],
+)
+def test_default_capacities(n_experts, k, access, expected):
+    found = streams(table(n_experts=n_experts, shape=(2, 1, 3, k)), Access(**access))
+    assert lab.default_capacities(found[0]) == expected
 
 
 def point(memory):
@@ -117,7 +126,7 @@ def test_figures_and_json(tmp_path):
     t = trace(tmp_path, "a", tokens=np.zeros((2, 40), np.int32))
     found = lab.locality_figures(t.table)
     assert all(len(values) == 2 for values in found.values())
-    assert {"switch rate", "SRP 16", "token peak"} <= set(found)
+    assert {"SR", "SRP 16", "token peak"} <= set(found)
     report = lab.study(t, policies=["lru", "belady"], capacities=[2, 3], access=Access())
     lab.write_json(tmp_path / "out.json", [report], [found])
     text = (tmp_path / "out.json").read_text()

@@ -167,6 +167,16 @@ def test_specialisation_by_hand():
     assert figures.vocabulary_specialisation(table, least=4)[0].tolist() == []
 
 
+def test_a_figure_for_each_document_alone():
+    S = np.array([0, 0, 0, 0, 1, 2, 1, 2]).reshape(1, 1, 8, 1)
+    doc = np.array([[5, 5, 5, 5, 9, 9, 9, 9]])
+    table = RouteTable(S=S, n_experts=4, mask=np.ones((1, 8), bool), doc=doc)
+    found = figures.by_domain(switch_rate_by_layer, table)
+    assert {d: v.tolist() for d, v in found.items()} == {5: [0.0], 9: [1.0]}
+    halves = figures.by_domain(figures.mean_run_length_by_layer, table, np.array([[0, 0, 1, 1, 1, 1, 1, 1]]))
+    assert {d: v.tolist() for d, v in halves.items()} == {0: [2.0], 1: [6 / 5]}
+
+
 @pytest.mark.parametrize(
     ("ask", "says"),
     [

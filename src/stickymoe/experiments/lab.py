@@ -31,7 +31,7 @@ from stickymoe.locality.latency import (
     verdict,
 )
 from stickymoe.locality.replay import MissCurve, Simulation, allocate, miss_curve, simulate
-from stickymoe.locality.streams import Access, streams
+from stickymoe.locality.streams import Access, Stream, streams
 from stickymoe.locality.table import RouteTable
 from stickymoe.runs.config import RunConfig
 from stickymoe.runs.record import RunRecord
@@ -89,11 +89,14 @@ def _require_comparable(a: Trace, b: Trace) -> None:
         raise DataError(f"{a.path} and {b.path} cannot be compared: they are traces of different texts.")
 
 
-def default_capacities(entries: int, k: int) -> list[int]:
-    """Every capacity of a small cache; of a large one, multiples of what a request needs."""
+def default_capacities(stream: Stream) -> list[int]:
+    """Every capacity of a small cache; of a large one, multiples of what a token needs."""
+    entries = stream.n_entries
     if entries <= 16:
         return list(range(1, entries + 1))
-    multiples = [round(k * factor) for factor in (1, 1.5, 2, 3, 4, 6, 8)]
+    token = stream.k * len(stream.S)
+    needed = token if token < entries else stream.k
+    multiples = [round(needed * factor) for factor in (1, 1.5, 2, 3, 4, 6, 8)]
     return sorted({c for c in multiples if c < entries} | {entries // 2, entries})
 
 
@@ -109,13 +112,15 @@ class LabReport:
     @property
     def words(self) -> str:
         """The plain answer, at the smallest capacity that tells policies apart."""
+        if self.access.prefetch is not None:
+            return "Belady bounds policies that load on demand, so it is not shown beside prefetch"
         if "belady" not in self.results:
             return "add belady to the policies to see whether policy or working set is at fault"
         k = 1 if self.access.top1 else self.trace.table.top_k
         capacities = list(self.results["belady"])
         capacity = next((c for c in capacities if c > k), capacities[-1])
         rates = {policy: by[capacity].miss_rate for policy, by in self.results.items()}
-        within = float(np.nanmean(figures.working_set(self.trace.table, [16])))
+        within = float(figures.working_set(self.trace.table, [16]).mean())
         n_caches = len(self.results["belady"][capacity].caches)
         return verdict(in_slots(str(capacity), n_caches), rates, within)
 
@@ -145,7 +150,7 @@ def study(
     """Replay a trace for every policy and capacity. With `chosen`, a capacity is what every cache has on average."""
     caches = streams(trace.table, access)
     entries = max(s.n_entries for s in caches)
-    sizes = capacities or default_capacities(entries, caches[0].k)
+    sizes = capacities or default_capacities(caches[0])
     results: dict[str, dict[int, Simulation]] = {}
     for policy in policies:
         curve = miss_curve(trace.table, policy=policy, access=access) if chosen else None
@@ -180,12 +185,12 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def misses_table(report: LabReport) -> Table:
-    """Miss rate by capacity and policy; what was prefetched in vain beside it."""
+    """Miss rate by capacity and policy; beside it, loads a token that were prefetched in vain."""
     sizes = list(next(iter(report.results.values())))
     wasteful = report.access.prefetch is not None
     headings = ["slots"]
     for policy in report.results:
-        headings += [f"{policy} %", "wasted/token"] if wasteful else [f"{policy} %"]
+        headings += [f"{policy} %", "wasted"] if wasteful else [f"{policy} %"]
     rows = []
     for size in sizes:
         row = [str(size)]
@@ -205,28 +210,29 @@ def locality_figures(table: RouteTable) -> dict[str, list[float]]:
     reuse = figures.reuse_by_lag(table, [1, 8])
     within = figures.working_set(table, [16, 64])
     found = {
-        "switch rate": metrics.switch_rate_by_layer(table),
-        "run length": figures.mean_run_length_by_layer(table),
-        "reuse lag 1": reuse[:, 0],
-        "reuse lag 8": reuse[:, 1],
-        "set in 16": within[:, 0],
-        "set in 64": within[:, 1],
+        "SR": metrics.switch_rate_by_layer(table),
+        "run": figures.mean_run_length_by_layer(table),
+        "reuse 1": reuse[:, 0],
+        "reuse 8": reuse[:, 1],
+        "set 16": within[:, 0],
+        "set 64": within[:, 1],
         "SRP 16": figures.segment_routing_by_layer(table, 16),
-        f"SCH 16, {slots} slots": figures.segment_cache_by_layer(table, 16, slots),
-        "effective experts": np.exp2(metrics.utilisation_entropy_by_layer(table)),
+        "SCH 16": figures.segment_cache_by_layer(table, 16, slots),
+        "effective": np.exp2(metrics.utilisation_entropy_by_layer(table)),
     }
     if table.doc is not None:
         shares = figures.domain_specialisation(table)
-        found["document peak"] = figures.peak_specialisation_by_layer(shares, k)
+        found["doc peak"] = figures.peak_specialisation_by_layer(shares, k)
     if table.tokens is not None:
         found["token peak"] = figures.peak_specialisation_by_layer(figures.vocabulary_specialisation(table)[1], k)
     return {name: values.tolist() for name, values in found.items()}
 
 
 def figures_table(found: dict[str, list[float]]) -> Table:
-    rows = [[name, *(f"{v:.3f}" for v in values), f"{np.mean(values):.3f}"] for name, values in found.items()]
-    n_layers = len(next(iter(found.values())))
-    return _table(["", *(f"layer {i}" for i in range(n_layers)), "mean"], rows)
+    layers = list(zip(*found.values(), strict=True))
+    rows = [[str(i), *(f"{v:.3f}" for v in values)] for i, values in enumerate(layers)]
+    rows.append(["mean", *(f"{np.mean(values):.3f}" for values in found.values())])
+    return _table(["layer", *found], rows)
 
 
 def write_json(path: Path, reports: Sequence[LabReport], found: Sequence[dict[str, list[float]]]) -> None:
@@ -259,7 +265,7 @@ def plan_points(
 ) -> dict[str, list[Point]]:
     """For every policy a point per capacity."""
     caches = streams(trace.table, access)
-    sizes = None if chosen else default_capacities(max(s.n_entries for s in caches), caches[0].k)
+    sizes = None if chosen else default_capacities(caches[0])
     points = {}
     for policy in policies:
         curve = miss_curve(trace.table, policy=policy, access=access, capacities=sizes)

@@ -5,7 +5,8 @@ All are per layer, stay inside documents and count real tokens only; a figure ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int64, Integer
@@ -114,6 +115,22 @@ def segment_cache_by_layer(table: RouteTable, window: int, capacity: int) -> Flo
     return np.array(hits) / n if n else np.full(table.n_layers, np.nan)
 
 
+def by_domain(
+    figure: Callable[[RouteTable], Float[np.ndarray, ...]],
+    table: RouteTable,
+    domain: Integer[np.ndarray, "B T"] | None = None,
+) -> dict[int, Float[np.ndarray, ...]]:
+    """A figure for each domain, or document, alone: as if the other tokens were not there."""
+    of = _domains(table) if domain is None else domain
+    return {int(d): figure(dataclasses.replace(table, mask=table.mask & (of == d))) for d in np.unique(of[table.mask])}
+
+
+def _domains(table: RouteTable) -> Integer[np.ndarray, "B T"]:
+    if table.doc is None:
+        raise ConfigError("The trace knows no documents: give each token's domain.")
+    return table.doc
+
+
 def domain_specialisation(
     table: RouteTable, domain: Integer[np.ndarray, "B T"] | None = None
 ) -> Float[np.ndarray, "L domains N"]:
@@ -123,9 +140,7 @@ def domain_specialisation(
     without it every document is one.
     """
     if domain is None:
-        if table.doc is None:
-            raise ConfigError("The trace knows no documents: give each token's domain.")
-        domain = np.unique(table.doc, return_inverse=True)[1].reshape(table.doc.shape)
+        domain = np.unique(_domains(table), return_inverse=True)[1].reshape(table.mask.shape)
     return _shares(table, domain, int(domain.max()) + 1 if domain.size else 0)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -147,7 +148,10 @@ def in_speed(tokens_per_s: float) -> str:
 
 
 def verdict(told: str, rates: dict[str, float], working_set: float) -> str:
-    """Policy or working set? `rates` are miss rates of the cache that `told` names, Belady's among them."""
+    """Policy or working set? `rates` are miss rates of the cache that `told` names, Belady's among them.
+
+    `working_set` counts the experts of a layer in use within 16 tokens; NaN if no text is that long.
+    """
     bound = rates["belady"]
     policy = min((p for p in rates if p != "belady"), key=rates.__getitem__, default="belady")
     rate = rates[policy]
@@ -155,5 +159,6 @@ def verdict(told: str, rates: dict[str, float], working_set: float) -> str:
     if rate <= 0.01:
         return f"{told}, so the cache is large enough"
     if bound >= 0.75 * rate:
-        return f"{told}, so the policy is not the problem: 16 tokens use {working_set:.1f} experts of a layer"
+        used = "" if math.isnan(working_set) else f": 16 tokens use {working_set:.1f} experts of a layer"
+        return f"{told}, so the policy is not the problem{used}"
     return f"{told}, so a better policy could avoid up to {1 - bound / rate:.0%} of the misses"
