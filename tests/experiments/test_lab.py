@@ -134,3 +134,13 @@ def test_figures_and_json(tmp_path):
     assert '"figures"' in text
     with pytest.raises(StickyError, match=r"cannot be written"):
         lab.write_json(tmp_path / "no" / "out.json", [report], [])
+
+
+def test_the_curves_of_a_page_come_with_their_bound(tmp_path):
+    t = trace(tmp_path, "a")
+    found = lab.curves(t, policies=["lru", "sieve"], access=Access())
+    assert list(found) == ["lru", "sieve", "belady"]
+    for curve in found.values():
+        assert curve.capacities.tolist() == [1, 2, 3, 4, 5, 6]
+        assert (curve.rates >= found["belady"].rates).all()
+    assert "belady" not in lab.curves(t, policies=["lru"], access=Access(prefetch="previous"))

@@ -27,7 +27,8 @@ def index_dtype(n_experts: int) -> type[np.unsignedinteger[Any]]:
 def release(array: Shaped[np.ndarray, ...]) -> None:
     """Let go of what was read of a mapped array: its pages count as memory of this process otherwise."""
     mapping = getattr(array, "_mmap", None)
-    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+    private = getattr(array, "mode", None) == "c"  # what was written to such a mapping lives nowhere else
+    if mapping is not None and not private and hasattr(mmap, "MADV_DONTNEED"):
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
