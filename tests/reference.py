@@ -5,7 +5,8 @@ tensor, so that autograd runs through the same loops; `S` is [L,B,T,k]; `mask` a
 border is where `doc` changes between adjacent positions. Nothing here uses the package.
 """
 
-from math import exp, log2, nan
+from itertools import combinations
+from math import exp, inf, log2, nan
 
 
 def document_start(doc, b, t):
@@ -270,3 +271,74 @@ def gate_entropy(g, mask):
     tokens = real_tokens(mask)
     total = sum(-p * log2(p) for layer in g for b, t in tokens for p in layer[b][t] if p > 0)
     return ratio(total, len(g) * len(tokens))
+
+
+# Caches: other policies than the paper's, with what they remember written out
+
+
+def one_by_one(requests, capacity):
+    """A request that cannot be resident at once is one request per expert, heaviest first."""
+    return [part for r in requests for part in ([r] if len(r) <= capacity else [[e] for e in r])]
+
+
+def misses(requests, capacity, policy):
+    """Misses of a cold cache. `policy` is fifo, sieve, lfu or static."""
+    requests = one_by_one(requests, capacity)
+    total = {e: sum(e in r for r in requests) for r in requests for e in r}
+    cache = {}  # expert -> when it was loaded, when last used, uses, value with age, whether used again
+    clock = age = count = 0
+    hand = None
+    for request in requests:
+        for e in [e for e in request if e not in cache]:
+            count += 1
+            if len(cache) == capacity:
+                free = [x for x in cache if x not in request]
+                if policy == "fifo":
+                    victim = min(free, key=lambda x: cache[x]["loaded"])
+                elif policy == "static":
+                    victim = min(free, key=lambda x: (total[x], -x))
+                elif policy == "lfu":
+                    victim = min(free, key=lambda x: (cache[x]["value"], cache[x]["used"]))
+                    age = cache[victim]["value"]
+                else:
+                    victim, hand = sieve_victim(cache, request, hand)
+                del cache[victim]
+            cache[e] = {"loaded": None, "uses": 0, "again": False}
+        for e in reversed(request):
+            clock += 1
+            entry = cache[e]
+            if entry["loaded"] is None:
+                entry["loaded"] = clock
+            else:
+                entry["again"] = True
+            entry["used"] = clock
+            entry["uses"] += 1
+            entry["value"] = entry["uses"] + age
+    return count
+
+
+def sieve_victim(cache, pinned, hand):
+    """SIEVE. `(victim, hand)`: the hand goes from older to newer loads and takes marks off what it passes."""
+    order = sorted((x for x in cache if cache[x]["loaded"] is not None), key=lambda x: cache[x]["loaded"])
+    at = order.index(hand) if hand in order else 0
+    while order[at] in pinned or cache[order[at]]["again"]:
+        if order[at] not in pinned:
+            cache[order[at]]["again"] = False
+        at = (at + 1) % len(order)
+    return order[at], order[at + 1] if at + 1 < len(order) else None
+
+
+def fewest_misses(requests, capacity):
+    """The fewest misses of any cold cache that loads on demand, by trying every choice of victims."""
+    best = {frozenset(): 0}
+    for request in one_by_one(requests, capacity):
+        after = {}
+        for cache, count in best.items():
+            loads = set(request) - cache
+            free = cache - set(request)
+            surplus = max(len(cache) + len(loads) - capacity, 0)
+            for gone in combinations(sorted(free), surplus):
+                state = (cache | loads) - set(gone)
+                after[state] = min(after.get(state, inf), count + len(loads))
+        best = after
+    return min(best.values())

@@ -12,10 +12,11 @@ import torch
 from stickymoe.cli import COMMANDS, main
 from stickymoe.experiments.grids import configs, load_grid
 from stickymoe.experiments.report import report
+from stickymoe.locality.devices import parse_device
 from stickymoe.runs.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "locality.md"]
 
 
 def fenced(page: Path, language: str) -> list[str]:
@@ -29,10 +30,13 @@ def commands(page: Path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, corpus):
-    """A folder with what the pages speak of: texts under DIR and WIKITEXT, a run under runs/soft."""
+    """A folder with what the pages speak of: texts under DIR and WIKITEXT, a foreign trace, runs/soft."""
     folder = tmp_path_factory.mktemp("docs")
     for name in ("DIR", "WIKITEXT"):
         (folder / name).symlink_to(corpus)
+    rows = "".join(f"0,1,{step},0,0,{step % 2},1.0\n" for step in range(9))
+    facts = "# route_trace v1\n# model=m n_expert=2 n_expert_used=1\nturn,phase,step,layer,slot,expert,weight\n"
+    (folder / "route.csv").write_text(facts + rows)
     return folder
 
 
@@ -77,6 +81,11 @@ def test_the_published_results_follow_from_the_committed_records(tmp_path, monke
         assert file.read_text() == (ROOT / "docs" / name).read_text(), name
 
 
+def test_the_labs_device_is_one():
+    (profile,) = fenced(ROOT / "docs" / "locality.md", "yaml")
+    assert parse_device(profile, "docs").fast_memory == 6e9
+
+
 def test_the_file_tree_is_true():
     tree = re.search(r"^    src/stickymoe/\n((?:      \S.*\n)+)", (ROOT / "README.md").read_text(), re.MULTILINE)
     named = {line.split()[0].rstrip("/") for line in tree[1].splitlines()}
@@ -86,9 +95,9 @@ def test_the_file_tree_is_true():
 
 
 def test_every_command_and_preset_is_told_of():
-    readme, guide = (page.read_text() for page in PAGES)
+    readme, guide, lab = (page.read_text() for page in PAGES)
     for command in COMMANDS:
-        assert f"stickymoe {command}" in readme + guide or f"make {command}" in readme, command
+        assert f"stickymoe {command}" in readme + guide + lab or f"make {command}" in readme, command
     for preset in PRESETS:
         assert f"`{preset}`" in guide, preset
 

@@ -19,6 +19,8 @@ _PUBLIC = {
     "switch_rate": "stickymoe.locality.metrics",
     "utilisation_entropy": "stickymoe.locality.metrics",
     "replay": "stickymoe.locality.replay",
+    "simulate": "stickymoe.locality.replay",
+    "miss_curve": "stickymoe.locality.replay",
     "RunConfig": "stickymoe.runs.config",
     "StickyError": "stickymoe.errors",
 }

@@ -15,6 +15,7 @@ from stickymoe import __version__
 from stickymoe.errors import InterruptedRunError, StickyError, unknown
 
 if TYPE_CHECKING:
+    from stickymoe.locality.streams import Access
     from stickymoe.runs.config import RunConfig
     from stickymoe.runs.record import RunRecord
 
@@ -29,6 +30,10 @@ commands:
   sweep      carry out every run of a grid, such as the paper's table
   report     put finished runs on a page: tables, figures, the text by its experts
   eval       measure a finished run again
+  simulate   replay a routing trace against expert caches
+  plan       milliseconds and tokens/s of every cache on a device; the smallest that does it
+  device     measure this machine, or show a device profile
+  trace      convert another tool's trace, or make a synthetic one
   variants   list the variants with their equations
 
 stickymoe COMMAND --help tells the options of each. --debug shows tracebacks, --version the version.
@@ -172,7 +177,7 @@ def _sweep(argv: list[str]) -> None:
     parser = _parser("sweep", "Carry out every run of a grid, one process per core.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("grid", metavar="GRID", help=f"{', '.join(GRIDS)}, or a YAML file")
-    parser.add_argument("--seeds", type=_seeds, default=[42], metavar="LIST", help="separated by commas (default 42)")
+    parser.add_argument("--seeds", type=_numbers, default=[42], metavar="LIST", help="separated by commas (default 42)")
     parser.add_argument("--rows", metavar="LIST", help="only these variants or labels, separated by commas")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the runs (default runs/GRID)")
@@ -218,13 +223,6 @@ def _report(argv: list[str]) -> None:
     )
 
 
-def _seeds(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected whole numbers such as 42,43") from None
-
-
 def _variants(argv: list[str]) -> None:
     parser = _parser("variants", "List the variants with their equations.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
@@ -246,10 +244,210 @@ def _variants(argv: list[str]) -> None:
         console.print(f"    {cls.equation}\n    {defaults}", markup=False, soft_wrap=True)
 
 
+def _add_access(parser: argparse.ArgumentParser, *, order: str) -> None:
+    """Options of both simulate and plan: how a device goes through a trace."""
+    parser.add_argument(
+        "--order", choices=("layer", "decode"), default=order, help=f"order of accesses (default {order})"
+    )
+    parser.add_argument("--pool", action="store_true", help="one cache over all layers instead of slots per layer")
+    parser.add_argument(
+        "--share_block", default="1", metavar="K", help="layers that share their weights: 1, 2, …, full or universal"
+    )
+    parser.add_argument("--warm", action="store_true", help="keep caches from one sequence to the next")
+    parser.add_argument("--chosen", action="store_true", help="divide the slots over the layers by their miss curves")
+
+
+def _access(args: argparse.Namespace, *, top1: bool = False, prefetch: str | None = None) -> Access:
+    from stickymoe.locality.formats import open_trace
+    from stickymoe.locality.streams import Access
+
+    full = args.share_block in ("full", "universal")
+    if not full and not args.share_block.isdigit():
+        raise StickyError(
+            f"--share_block: got '{args.share_block}', expected a whole number of layers, full or universal."
+        )
+    return Access(
+        order=args.order,
+        pool=args.pool,
+        share_block=None if full else int(args.share_block),
+        warm=args.warm,
+        top1=top1,
+        prefetch="previous" if prefetch == "previous" else None if prefetch is None else open_trace(Path(prefetch)).S,
+    )
+
+
+def _simulate(argv: list[str]) -> None:
+    parser = _parser("simulate", "Replay a routing trace against expert caches.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="run folder, its routes, or a trace")
+    parser.add_argument("--policy", metavar="LIST", help="lru, lfu, fifo, sieve, static, belady (default all)")
+    parser.add_argument("--capacity", type=_numbers, metavar="LIST", help="slots of each cache, separated by commas")
+    _add_access(parser, order="layer")
+    parser.add_argument("--top1", action="store_true", help="ask for the heaviest expert only, as the paper does")
+    parser.add_argument("--prefetch", metavar="WHAT", help="previous (token's set), or a trace of predicted sets")
+    parser.add_argument("--figures", action="store_true", help="locality figures by layer too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    args = parser.parse_args(argv)
+
+    from stickymoe.experiments import lab
+    from stickymoe.experiments.tables import results_console
+
+    access = _access(args, top1=args.top1, prefetch=args.prefetch)
+    policies = args.policy.split(",") if args.policy else lab.default_policies(access)
+    traces = lab.open_traces(args.traces)
+    reports, found = [], []
+    console = results_console()
+    for trace in traces:
+        report = lab.study(trace, policies=policies, capacities=args.capacity, access=access, chosen=args.chosen)
+        reports.append(report)
+        lines = [trace.told, lab.misses_table(report), lab.capacity_note(report), report.words]
+        if args.figures:
+            found.append(lab.locality_figures(trace.table))
+            lines.insert(2, lab.figures_table(found[-1]))
+        for line in filter(None, lines):
+            console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
+    if args.json:
+        lab.write_json(args.json, reports, found)
+
+
+def _plan(argv: list[str]) -> None:
+    parser = _parser("plan", "What every cache costs on a device, and the smallest that does what is asked.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="run folder, its routes, or a trace")
+    parser.add_argument(
+        "--device", required=True, metavar="NAME", help="a shipped profile (see stickymoe device), or YAML"
+    )
+    parser.add_argument("--memory", metavar="BYTES", help="budget, such as 512MB (default the device's fast memory)")
+    parser.add_argument("--tokens_per_s", type=float, metavar="X", help="the speed that is wanted")
+    parser.add_argument("--policy", default="lru,belady", metavar="LIST", help="(default lru,belady)")
+    parser.add_argument("--expert_bytes", metavar="BYTES", help="size of one expert, where the trace does not know")
+    parser.add_argument(
+        "--other_bytes", default="0", metavar="BYTES", help="weights that are always resident (default 0)"
+    )
+    _add_access(parser, order="decode")
+    args = parser.parse_args(argv)
+
+    from stickymoe.experiments import lab
+    from stickymoe.experiments.tables import results_console
+    from stickymoe.locality.devices import load_device, parse_bytes
+
+    device = load_device(args.device)
+    speed = args.tokens_per_s
+    if speed is not None and not 0 < speed < float("inf"):
+        raise StickyError(f"--tokens_per_s: got {speed}, expected a number > 0.")
+    budget = lab.Budget(parse_bytes(args.memory, "--memory") if args.memory else device.fast_memory, speed)
+    size = parse_bytes(args.expert_bytes, "--expert_bytes") if args.expert_bytes else None
+    other = parse_bytes(args.other_bytes, "--other_bytes")
+    if len(args.traces) > 1 and speed is None:
+        raise StickyError("Several runs are chosen from by speed within a budget: add --tokens_per_s.")
+    traces = lab.open_traces(args.traces)
+    console = results_console()
+    console.print(device.name, highlight=False, markup=False)
+    answers = []
+    for trace in traces:
+        points = lab.plan_points(
+            trace,
+            device,
+            lab.weights_of(trace, size, other),
+            policies=args.policy.split(","),
+            access=_access(args),
+            chosen=args.chosen,
+        )
+        answers.append(lab.answer(points, budget))
+        if len(traces) == 1:
+            console.print(lab.plan_table(points))
+            console.print(answers[0].words, highlight=False, markup=False, soft_wrap=True)
+    if len(traces) > 1:
+        best = lab.choose_run(traces, answers)
+        console.print(lab.runs_table(traces, answers, best))
+        told = "No run meets the budget." if best is None else f"{traces[best].label}: {answers[best].words}"
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
+
+
+def _device(argv: list[str]) -> None:
+    parser = _parser("device", "Measure this machine, or show a device profile; both as YAML that plan takes.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a shipped profile or YAML file to show")
+    parser.add_argument("--list", action="store_true", help="list the shipped profiles")
+    parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="disk to load from (default here)")
+    parser.add_argument("--megabytes", type=int, default=256, metavar="N", help="to read and to compute (default 256)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile here")
+    args = parser.parse_args(argv)
+
+    from stickymoe.locality.devices import as_yaml, device_names, load_device, measure_device
+
+    if args.list:
+        for name in device_names():
+            print(f"{name}  {load_device(name).name}")
+        return
+    device = load_device(args.name) if args.name else measure_device(args.folder, megabytes=args.megabytes)
+    if args.out is None:
+        sys.stdout.write(as_yaml(device))
+        return
+    try:
+        args.out.write_text(as_yaml(device), encoding="utf-8")
+    except OSError as e:
+        raise StickyError(f"{args.out} cannot be written ({e.strerror}).") from e
+
+
+def _trace(argv: list[str]) -> None:
+    actions = {"convert": _trace_convert, "make": _trace_make}
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: stickymoe trace convert SOURCE OUT | stickymoe trace make OUT [options]")
+        return
+    if argv[0] not in actions:
+        raise StickyError(unknown("trace command", argv[0], actions))
+    actions[argv[0]](argv[1:])
+
+
+def _trace_convert(argv: list[str]) -> None:
+    parser = _parser("trace convert", "Turn another tool's routing trace into a trace folder.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the other tool's file")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    parser.add_argument("--format", metavar="NAME", help="bigmoeonedge or cacheable-by-design, if not recognised")
+    args = parser.parse_args(argv)
+
+    from stickymoe.locality.foreign import read_foreign
+    from stickymoe.locality.formats import save_table
+
+    table = read_foreign(args.source, args.format)
+    save_table(table, args.out)
+    L, B, T, k = table.S.shape
+    print(
+        f"{args.out}: {L} layers, {B} × {T} tokens ({int(table.mask.sum())} whole), {table.n_experts} experts, top-{k}"
+    )
+
+
+def _trace_make(argv: list[str]) -> None:
+    import dataclasses
+
+    from stickymoe.locality.synthetic import Synthetic, make_trace
+
+    parser = _parser("trace make", "Write a synthetic trace folder.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    for f in dataclasses.fields(Synthetic):
+        parser.add_argument(f"--{f.name}", type=type(f.default), default=f.default, help=f"(default {f.default})")
+    args = vars(parser.parse_args(argv))
+    make_trace(args.pop("out"), Synthetic(**args))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected whole numbers such as 2,3") from None
+
+
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "demo": _demo,
     "train": _train,
     "eval": _eval,
+    "simulate": _simulate,
+    "plan": _plan,
+    "device": _device,
+    "trace": _trace,
     "sweep": _sweep,
     "report": _report,
     "variants": _variants,

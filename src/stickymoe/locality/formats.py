@@ -5,12 +5,14 @@
     mask.npy      bool [B, T]
     doc.npy, weights.npy, phase.npy, tokens.npy   where known
 
-The header is written last: a folder without one is incomplete.
+The header may also say `expert_bytes`. It is written last: a folder without one is incomplete.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from stickymoe.errors import DataError
-from stickymoe.locality.table import RouteTable
+from stickymoe.locality.table import RouteTable, index_dtype
 
 FORMAT = "stickymoe-routes"
 VERSION = 1
@@ -26,24 +28,61 @@ _ARRAYS = ("S", "mask", "doc", "weights", "phase", "tokens")
 
 
 def save_table(table: RouteTable, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    header = folder / "header.json"
-    header.unlink(missing_ok=True)
     arrays = {name: getattr(table, name) for name in _ARRAYS if getattr(table, name) is not None}
+    _without_header(folder)
     for name, array in arrays.items():
         fresh = folder / f".{name}.npy"  # the table may be mapped from the very file it replaces
         np.save(fresh, array)
         fresh.replace(folder / f"{name}.npy")
     shapes = {name: list(array.shape) for name, array in arrays.items()}
-    fields = {"format": FORMAT, "version": VERSION, "n_experts": table.n_experts, "arrays": shapes}
-    header.write_text(json.dumps(fields, indent=1) + "\n")
+    _write_header(folder, shapes, n_experts=table.n_experts, expert_bytes=table.expert_bytes)
+
+
+@contextlib.contextmanager
+def create_table(
+    folder: Path, shape: tuple[int, int, int, int], *, n_experts: int
+) -> Iterator[tuple[Shaped[np.ndarray, "L B T k"], Shaped[np.ndarray, "B T"]]]:
+    """A new table's `S` and `mask`, mapped to be written; complete once the block is left."""
+    _without_header(folder)
+    S = np.lib.format.open_memmap(folder / "S.npy", mode="w+", dtype=index_dtype(n_experts), shape=shape)
+    mask = np.lib.format.open_memmap(folder / "mask.npy", mode="w+", dtype=np.bool_, shape=shape[1:3])
+    yield S, mask
+    S.flush()
+    mask.flush()
+    _write_header(folder, {"S": list(shape), "mask": list(shape[1:3])}, n_experts=n_experts, expert_bytes=None)
+
+
+def _without_header(folder: Path) -> None:
+    """A folder to write into: incomplete from here on."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "header.json").unlink(missing_ok=True)
+    except OSError as e:
+        raise DataError(f"{folder} cannot be written ({e.strerror}).") from e
+
+
+def _write_header(folder: Path, shapes: dict[str, list[int]], *, n_experts: int, expert_bytes: int | None) -> None:
+    fields: dict[str, Any] = {"format": FORMAT, "version": VERSION, "n_experts": n_experts, "arrays": shapes}
+    if expert_bytes is not None:
+        fields["expert_bytes"] = expert_bytes
+    (folder / "header.json").write_text(json.dumps(fields, indent=1) + "\n")
+
+
+def open_trace(path: Path) -> RouteTable:
+    """The table of a run folder, of its `routes`, of a trace folder, or of another tool's file."""
+    if path.is_file():
+        from stickymoe.locality.foreign import read_foreign
+
+        return read_foreign(path)
+    routes = path / "routes"
+    return load_table(routes if routes.is_dir() else path)
 
 
 def load_table(folder: Path) -> RouteTable:
     """Map a saved table; its arrays are read as they are used."""
     header = _read_header(folder)
     arrays = {name: _map(folder / f"{name}.npy", shape) for name, shape in header["arrays"].items()}
-    return RouteTable(n_experts=header["n_experts"], **arrays)
+    return RouteTable(n_experts=header["n_experts"], expert_bytes=header.get("expert_bytes"), **arrays)
 
 
 def _read_header(folder: Path) -> dict[str, Any]:
@@ -62,6 +101,9 @@ def _read_header(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: got arrays {arrays}, expected S, mask and perhaps {', '.join(_ARRAYS[2:])}.")
     if type(n_experts) is not int or n_experts < 1:
         raise DataError(f"{path}: got n_experts {n_experts!r}, expected a whole number ≥ 1.")
+    size = fields.get("expert_bytes", 1)
+    if type(size) is not int or size < 1:
+        raise DataError(f"{path}: got expert_bytes {size!r}, expected a whole number ≥ 1.")
     return fields
 
 

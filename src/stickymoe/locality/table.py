@@ -5,14 +5,18 @@ L layers, B sequences, T steps, N experts, k experts per token.
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer, Shaped
 
 from stickymoe.errors import DataError
+
+BLOCK = 1 << 22  # elements looked at at a time, so that a table larger than memory never sits in it
 
 
 def index_dtype(n_experts: int) -> type[np.unsignedinteger[Any]]:
@@ -20,12 +24,36 @@ def index_dtype(n_experts: int) -> type[np.unsignedinteger[Any]]:
     return np.uint8 if n_experts <= 256 else np.uint16
 
 
+def release(array: Shaped[np.ndarray, ...]) -> None:
+    """Let go of what was read of a mapped array: its pages count as memory of this process otherwise."""
+    mapping = getattr(array, "_mmap", None)
+    private = getattr(array, "mode", None) == "c"  # what was written to such a mapping lives nowhere else
+    if mapping is not None and not private and hasattr(mmap, "MADV_DONTNEED"):
+        mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def blocks(length: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover 0 … `length`."""
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def extremes(array: Integer[np.ndarray, ...]) -> tuple[int, int]:
+    """Least and greatest of a non-empty array, read in blocks."""
+    flat = array.reshape(-1)
+    found = []
+    for block in blocks(len(flat), BLOCK):
+        found += [int(flat[block].min()), int(flat[block].max())]
+        release(array)
+    return min(found), max(found)
+
+
 @dataclass(frozen=True)
 class RouteTable:
     """`S` holds the chosen experts, heaviest first; arrays may be memory-mapped.
 
     `mask` marks real tokens and `doc` numbers documents; `weights` are the combine weights of `S`; `phase` tells
-    prefill (0) from decode (1) in the trace of a generation; `tokens` are the token ids. What is unknown is None.
+    prefill (0) from decode (1) in the trace of a generation; `tokens` are the token ids; `expert_bytes` is the size
+    of one expert. What is unknown is None.
     """
 
     S: Integer[np.ndarray, "L B T k"]
@@ -35,6 +63,7 @@ class RouteTable:
     weights: Float[np.ndarray, "L B T k"] | None = None
     phase: Integer[np.ndarray, "B T"] | None = None
     tokens: Integer[np.ndarray, "B T"] | None = None
+    expert_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not np.issubdtype(self.S.dtype, np.integer):
@@ -44,7 +73,7 @@ class RouteTable:
             if array is not None and array.shape != self.S.shape[1:3]:
                 raise DataError(f"The route table's {name} is {array.shape}, expected {self.S.shape[1:3]} as in S.")
         if self.S.size:
-            for extreme in (int(self.S.min()), int(self.S.max())):
+            for extreme in extremes(self.S):
                 if not 0 <= extreme < self.n_experts:
                     raise DataError(
                         f"The route table names expert {extreme}, but there are {self.n_experts} experts "

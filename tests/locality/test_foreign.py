@@ -1,0 +1,147 @@
+"""Other tools' traces: files written as their documentation says are read; what is damaged or unknown is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from stickymoe.errors import StickyError
+from stickymoe.locality.foreign import READERS, read_foreign
+from stickymoe.locality.formats import load_table, open_trace, save_table
+
+PREAMBLE = """\
+# route_trace v1
+# model=/models/a.gguf arch=qwen3moe n_layer=3 n_expert=8 n_expert_used=2
+# layer=0 expert_bytes=0 dense_bytes=900
+# layer=1 expert_bytes=4096 dense_bytes=10
+# layer=2 expert_bytes=4096 dense_bytes=10
+turn,phase,step,layer,slot,expert,weight,residency,expert_bytes,dropped
+"""
+# Two prompt tokens, of which the last layer routes the second only; one decoded token; then a second turn.
+ROWS = """\
+0,0,0,1,0,3,0.75,0,4096,0
+0,0,0,1,1,5,0.25,0,4096,0
+0,0,1,1,0,5,0.5,1,0,0
+0,0,1,1,1,3,0.5,1,0,0
+0,0,1,2,0,7,0.9,0,4096,0
+0,0,1,2,1,0,0.1,0,4096,0
+0,1,2,1,1,4,0.4,0,4096,0
+0,1,2,1,0,3,0.6,1,0,0
+0,1,2,2,0,7,0.9,1,0,0
+0,1,2,2,1,1,0.1,0,4096,1
+1,1,9,1,0,2,0.6,0,4096,0
+1,1,9,1,1,1,0.4,0,4096,0
+1,1,9,2,0,6,0.6,0,4096,0
+1,1,9,2,1,5,0.4,0,4096,0
+"""
+
+
+@pytest.fixture
+def bigmoe(tmp_path):
+    def write(text):
+        path = tmp_path / "trace.csv"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def cacheable(path, experts, meta, **more):
+    np.savez_compressed(path, experts=experts, meta=json.dumps(meta), **more)
+    return path
+
+
+def test_a_route_trace_of_bigmoeonedge(bigmoe, tmp_path):
+    table = read_foreign(bigmoe(PREAMBLE + ROWS))
+    assert table.S.shape == (2, 2, 3, 2)
+    assert table.mask.tolist() == [[False, True, True], [True, False, False]]
+    assert table.S[0, 0].tolist() == [[3, 5], [5, 3], [3, 4]]
+    assert table.S[1, 0, 1:].tolist() == [[7, 0], [7, 1]]
+    assert table.S[:, 1, 0].tolist() == [[2, 1], [6, 5]]
+    assert table.phase[0].tolist() == [0, 0, 1]
+    assert table.weights[0, 0, 2].tolist() == pytest.approx([0.6, 0.4])
+    assert (table.n_experts, table.expert_bytes) == (8, 4096)
+    save_table(table, tmp_path / "out")
+    again = load_table(tmp_path / "out")
+    assert again.expert_bytes == 4096
+    np.testing.assert_array_equal(again.S, table.S)
+
+
+def test_columns_are_read_by_name_and_unknown_weights_are_unknown(bigmoe):
+    lines = ["expert,slot,layer,step,phase,turn,weight,extra", "3,0,1,0,1,0,nan,x", "2,1,1,0,1,0,nan,y"]
+    table = read_foreign(bigmoe(PREAMBLE.rsplit("turn", 1)[0] + "\n".join(lines) + "\n"))
+    assert table.S.tolist() == [[[[3, 2]]]]
+    assert table.weights is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (PREAMBLE, r"holds no routing, only a preamble"),
+        (PREAMBLE + ROWS[:-20], r"row 14 is cut off or damaged|got 1 experts for turn 1, step 9, layer 2, expected 2"),
+        (
+            PREAMBLE + ROWS.replace("0,0,0,1,1,5,0.25,0,4096,0\n", ""),
+            r"got 1 experts for turn 0, step 0, layer 1, expected 2",
+        ),
+        (PREAMBLE + ROWS.replace(",7,0.9", ",8,0.9"), r"got expert 8 at step 1, expected experts 0 … 7"),
+        (PREAMBLE + ROWS.replace("1,1,9,", "1,1,-1,"), r"at step -1, expected .* steps ≥ 0"),
+        (PREAMBLE.replace("n_expert=8", "n_expert=x") + ROWS, r"got n_expert 'x' in the preamble"),
+        (PREAMBLE.replace("n_expert_used=2", "") + ROWS, r"got n_expert_used '' in the preamble"),
+        (PREAMBLE.replace("expert_bytes=4096", "expert_bytes=big") + ROWS, r"expert_bytes is no number"),
+        (PREAMBLE.replace("slot,", "") + ROWS, r"column slot is missing"),
+        ("turn,phase\n1,2\n", r"is of no known trace format\. Known: .*bigmoeonedge, cacheable-by-design"),
+        ("", r"is of no known trace format"),
+    ],
+)
+def test_a_damaged_or_foreign_text_is_refused(bigmoe, text, says):
+    with pytest.raises(StickyError, match=rf"^[^\n]*trace\.csv[^\n]*{says}[^\n]*$"):
+        read_foreign(bigmoe(text))
+
+
+def test_a_trace_of_cacheable_by_design(tmp_path):
+    experts = np.array([[[3, 1], [1, 3], [0, 2]]] * 2, np.int16)
+    path = cacheable(
+        tmp_path / "code.npz", experts, {"num_experts": 4, "top_k": 2}, hidden=np.zeros((3, 5), np.float16)
+    )
+    table = open_trace(path)
+    assert table.S.shape == (2, 1, 3, 2)
+    assert table.S.dtype == np.uint8
+    np.testing.assert_array_equal(table.S[:, 0], experts)
+    assert table.mask.all()
+    assert table.n_experts == 4
+
+
+@pytest.mark.parametrize(
+    ("experts", "meta", "says"),
+    [
+        (np.zeros((1, 3, 2), np.int16), {}, r"got num_experts None in meta"),
+        (np.zeros((1, 3, 2), np.int16), [1], r"got num_experts None in meta"),
+        (np.zeros((3, 2), np.int16), {"num_experts": 4}, r"got experts int16 \(3, 2\), expected whole numbers"),
+        (np.zeros((1, 3, 2)), {"num_experts": 4}, r"got experts float64"),
+        (np.full((1, 3, 2), 4, np.int16), {"num_experts": 4}, r"names expert 4, but there are 4 experts"),
+        (np.full((1, 3, 2), -1, np.int16), {"num_experts": 4}, r"names expert -1"),
+    ],
+)
+def test_a_wrong_npz_is_refused(tmp_path, experts, meta, says):
+    with pytest.raises(StickyError, match=rf"^[^\n]*{says}[^\n]*$"):
+        read_foreign(cacheable(tmp_path / "a.npz", experts, meta))
+
+
+def test_a_truncated_npz_and_one_of_another_kind_are_refused(tmp_path):
+    whole = cacheable(tmp_path / "a.npz", np.zeros((1, 3, 2), np.int16), {"num_experts": 4}).read_bytes()
+    (tmp_path / "b.npz").write_bytes(whole[: len(whole) // 2])
+    np.savez(tmp_path / "c.npz", other=np.zeros(3))
+    for name in ("b.npz", "c.npz"):
+        with pytest.raises(StickyError, match=rf"^[^\n]*{name} is damaged or no routing-lab trace[^\n]*$"):
+            read_foreign(tmp_path / name)
+
+
+def test_a_file_that_is_not_there_and_a_format_that_is_not(tmp_path):
+    with pytest.raises(StickyError, match=r"nowhere cannot be read \(No such file"):
+        read_foreign(tmp_path / "nowhere")
+    with pytest.raises(StickyError, match=r"^Unknown trace format 'vlm'\. Known: bigmoeonedge, cacheable-by-design\.$"):
+        read_foreign(tmp_path / "nowhere", "vlm")
+    (tmp_path / "noise").write_bytes(b"\xff\xfe" * 9)
+    for name in READERS:
+        with pytest.raises(StickyError, match=r"noise"):
+            read_foreign(tmp_path / "noise", name)
