@@ -210,11 +210,17 @@ def _report(argv: list[str]) -> None:
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders with runs in or under them")
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write")
+    parser.add_argument(
+        "--device", default="raspberry-pi-5", metavar="NAME", help="profile for tokens/s (default raspberry-pi-5)"
+    )
+    parser.add_argument("--memory", metavar="BYTES", help="budget for experts (default half of them)")
     args = parser.parse_args(argv)
 
     from stickymoe.experiments.report import report
+    from stickymoe.locality.devices import parse_bytes
 
-    collection = report(args.runs, args.out)
+    memory = parse_bytes(args.memory, "--memory") if args.memory else None
+    collection = report(args.runs, args.out, device=args.device, memory=memory)
     for bad in collection.damaged:
         print(f"stickymoe: skipped {bad.path}: {bad.reason}", file=sys.stderr)
     done = sum(run.complete for run in collection.runs)

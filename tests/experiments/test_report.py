@@ -37,7 +37,8 @@ def test_every_table_and_figure_lies_beside_the_page(made):
     tables = ["results-small-1000", "paper-small-1000", "paper-layers-small-1000", "results-small-1000-2", "provenance"]
     assert {f"page/tables/{t}.{e}" for t in tables for e in ("md", "tex", "csv")} <= files
     names = ["pareto-chr", "pareto-sr", "pareto-misses-c2", "pareto-misses-c3", "layers", "switches-misses"]
-    names = [f"{name}-small-1000" for name in [*names, "utilisation", "curves"]] + [
+    names += ["utilisation", "curves", "miss-curves", "speed", "working-set"]
+    names = [f"{name}-small-1000" for name in names] + [
         "access-patterns",
         "ribbon-small-1000",
     ]
@@ -126,6 +127,8 @@ def test_a_run_without_its_tokenizer_or_with_odd_characters_is_shown_as_far_as_c
         (["nowhere"], "nowhere is no folder"),
         (["failed"], "No run in failed is complete (1 failed): The loss became nan at step 7."),
         (["failed", "-o", "page.pdf"], "page.pdf: expected a page to write"),
+        (["failed", "--device", "raspberry"], "Did you mean 'raspberry-pi-5'"),
+        (["failed", "--memory", "lots"], "--memory: got 'lots', expected bytes"),
         (["failed", "-o", "failed.html"], "failed.html would put tables and figures among the runs"),
         ([], "the following arguments are required: RUNS"),
     ],

@@ -333,3 +333,82 @@ def themed(chart: Chart) -> dict[str, Any]:
         legend=alt.LegendConfig(labelColor=_INK, titleFontWeight="normal", symbolOpacity=1),
     ).to_dict()
     return spec
+
+
+def _run_colour(labels: Sequence[str]) -> alt.Color:
+    colours = [PALETTE[i % len(PALETTE)] for i in range(len(labels))]
+    scale = alt.Scale(domain=list(labels), range=colours)
+    return alt.Color("label:N", scale=scale, legend=alt.Legend(title=None, orient="bottom", labelLimit=260, columns=2))
+
+
+def miss_curves(curves: dict[str, dict[str, tuple[list[int], list[float]]]]) -> Chart:
+    """Miss rate over slots, by run and policy."""
+    points = [
+        {"label": label, "policy": policy, "slots": slots, "rate": _round(rate, 4)}
+        for label, by_policy in curves.items()
+        for policy, (capacities, rates) in by_policy.items()
+        for slots, rate in zip(capacities, rates, strict=True)
+    ]
+    dashes = alt.Scale(domain=["lru", "belady"], range=[[1, 0], [4, 3]])
+    legend = alt.Legend(title=None, orient="top", symbolType="stroke", symbolStrokeColor=_INK)
+    return (
+        alt.Chart(_values(points))
+        .mark_line(point={"size": 36}, strokeWidth=1.8)
+        .encode(
+            x=alt.X("slots:Q", title="slots a layer", axis=alt.Axis(tickMinStep=1, format="d")),
+            y=alt.Y("rate:Q", title="misses per access", scale=alt.Scale(domainMin=0)),
+            color=_run_colour(list(curves)),
+            strokeDash=alt.StrokeDash("policy:N", scale=dashes, legend=legend),
+            tooltip=["label:N", "policy:N", "slots:Q", alt.Tooltip("rate:Q", title="misses", format=".2%")],
+        )
+        .properties(width=460, height=300)
+    )
+
+
+def speed(speeds: dict[str, list[tuple[float, float, int]]], budget: float) -> Chart:
+    """Tokens per second over memory, by run; the budget as a line."""
+    points = [
+        {"label": label, "memory": _round(memory / 1e6), "speed": _round(rate), "slots": slots}
+        for label, line in speeds.items()
+        for memory, rate, slots in line
+    ]
+    lines = (
+        alt.Chart(_values(points))
+        .mark_line(point={"size": 36}, strokeWidth=1.8)
+        .encode(
+            x=alt.X("memory:Q", title="memory for experts, MB"),
+            y=alt.Y("speed:Q", title="tokens per second", scale=alt.Scale(type="log", nice=True)),
+            color=_run_colour(list(speeds)),
+            tooltip=[
+                "label:N",
+                "slots:Q",
+                alt.Tooltip("memory:Q", title="MB"),
+                alt.Tooltip("speed:Q", title="tokens/s"),
+            ],
+        )
+    )
+    line = alt.Chart(_values([{"memory": _round(budget / 1e6)}])).mark_rule(color=_INK, strokeDash=[6, 4])
+    return (lines + line.encode(x="memory:Q", tooltip=alt.Tooltip("memory:Q", title="budget, MB"))).properties(
+        width=460, height=300
+    )
+
+
+def working_sets(in_use: dict[str, list[tuple[int, float]]]) -> Chart:
+    """Experts of a layer in use within a window of tokens, by run."""
+    points = [
+        {"label": label, "window": window, "experts": _round(value, 4)}
+        for label, line in in_use.items()
+        for window, value in line
+        if math.isfinite(value)
+    ]
+    return (
+        alt.Chart(_values(points))
+        .mark_line(point={"size": 36}, strokeWidth=1.8)
+        .encode(
+            x=alt.X("window:Q", title="window, tokens", scale=alt.Scale(type="log", base=2)),
+            y=alt.Y("experts:Q", title="experts of a layer in use"),
+            color=_run_colour(list(in_use)),
+            tooltip=["label:N", "window:Q", alt.Tooltip("experts:Q", format=".2f")],
+        )
+        .properties(width=460, height=300)
+    )

@@ -27,9 +27,11 @@ from stickymoe.errors import RunError, StickyError
 from stickymoe.experiments import figures, tables
 from stickymoe.experiments.collection import Collection, Group, Row, Run, collect
 from stickymoe.experiments.findings import Finding, findings
+from stickymoe.experiments.on_device import OnDevice, on_device
 from stickymoe.experiments.paper import SOURCE, beside_the_paper, layers_beside_the_paper
 from stickymoe.experiments.ribbon import PALETTE, Ribbon, read_ribbon, ribbon_svg
 from stickymoe.experiments.tables import ALL_SLOTS, Table, capacities
+from stickymoe.locality.devices import Device, load_device
 from stickymoe.runs.folder import write_atomic
 
 RIBBON_LENGTH = 180
@@ -56,21 +58,28 @@ class Section:
     drawings: list[Drawing]
     findings: list[Finding]
     ribbons: Ribbons | None
+    on_device: OnDevice | None
 
     @property
     def tables(self) -> list[Table]:
         return [self.results, *self.beside_paper]
 
 
-def report(folders: Sequence[Path], out: Path) -> Collection:
-    """Write the page `out` about every run in or under `folders`, and its tables and figures beside it."""
+def report(
+    folders: Sequence[Path], out: Path, *, device: str = "raspberry-pi-5", memory: float | None = None
+) -> Collection:
+    """Write the page `out` about every run in or under `folders`, and its tables and figures beside it.
+
+    `device` is the profile, and `memory` the bytes for experts, of the section on devices.
+    """
+    profile = load_device(device)
     beside = out.with_suffix("")
     if out.suffix.lower() not in (".html", ".htm"):
         raise RunError(f"{out}: expected a page to write, such as report.html.")
     if beside.resolve() in [folder.resolve() for folder in folders]:
         raise RunError(f"{out} would put tables and figures among the runs in {beside}. Choose another name with -o.")
     collection = collect(folders)
-    sections = [_section(name, group, collection) for name, group in collection.names().items()]
+    sections = [_section(name, group, collection, profile, memory) for name, group in collection.names().items()]
     patterns = _patterns()
     provenance = _provenance(collection)
     figures_of = [(d.name, vl_convert.vegalite_to_svg(d.spec)) for s in sections for d in s.drawings]
@@ -92,7 +101,8 @@ def report(folders: Sequence[Path], out: Path) -> Collection:
     return collection
 
 
-def _section(name: str, group: Group, collection: Collection) -> Section:
+def _section(name: str, group: Group, collection: Collection, device: Device, memory: float | None) -> Section:
+    costs = on_device(group, device, memory)
     others = [other for other in collection.groups if other is not group]
     paper = (beside_the_paper(group, name=f"paper-{name}"), layers_beside_the_paper(group, name=f"paper-layers-{name}"))
     return Section(
@@ -100,9 +110,10 @@ def _section(name: str, group: Group, collection: Collection) -> Section:
         group=group,
         results=tables.results(group.rows, group.baseline, name=f"results-{name}", caption=f"Results, {group.title}."),
         beside_paper=[table for table in paper if table is not None],
-        drawings=_drawings(name, group),
+        drawings=_drawings(name, group) + _device_drawings(name, costs),
         findings=findings(group, others) if len(group.complete) > 1 else [],
         ribbons=_ribbons(group),
+        on_device=costs,
     )
 
 
@@ -163,6 +174,11 @@ def _drawings(name: str, group: Group) -> list[Drawing]:
         for short, title, text, chart in wanted
         if chart is not None
     ]
+
+
+def _device_drawings(name: str, costs: OnDevice | None) -> list[Drawing]:
+    wanted = costs.drawings if costs is not None else []
+    return [Drawing(f"{short}-{name}", title, text, figures.themed(chart)) for short, title, text, chart in wanted]
 
 
 def _patterns() -> Drawing:
@@ -296,6 +312,10 @@ def _markdown(collection: Collection, sections: list[Section], patterns: Drawing
         if section.findings:
             parts.append("### Findings\n")
             parts += [f"- **{f.claim}: {f.verdict}.** {clean(f.text)}" for f in section.findings]
+            parts.append("")
+        if section.on_device is not None:
+            parts.append(f"### On a device: {clean(section.on_device.device.name)}\n")
+            parts += [f"- **{clean(label)}** {clean(words)}" for label, words in section.on_device.words]
             parts.append("")
         if section.ribbons is not None:
             parts.append(_markdown_figure(f"ribbon-{section.name}", "The same text, routed by two runs", "", beside))

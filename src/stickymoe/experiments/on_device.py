@@ -1,0 +1,118 @@
+"""The report's section on devices: what the runs' routing costs, for every cache, and the plain answer in words."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from stickymoe.errors import StickyError
+from stickymoe.experiments import figures, lab
+from stickymoe.experiments.collection import Group, Row
+from stickymoe.experiments.tables import ALL_SLOTS, capacities
+from stickymoe.locality.devices import Device
+from stickymoe.locality.figures import working_set
+from stickymoe.locality.latency import Point, in_bytes, in_slots, plan, smallest, verdict
+from stickymoe.locality.replay import MissCurve
+from stickymoe.locality.streams import Access
+
+MOST = 6  # runs that can be told apart in one figure
+WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one run's routing costs: miss curves by policy, the plan for the device, experts in use by window."""
+
+    trace: lab.Trace
+    curves: dict[str, MissCurve]
+    points: list[Point]
+    in_use: list[float]
+
+    def words(self, budget: float) -> str:
+        """Policy or working set, and what the budget gives."""
+        table, lru = self.trace.table, self.curves["lru"]
+        capacity = min(table.top_k + 1, table.n_experts)
+        rates = {policy: curve.rate(capacity) for policy, curve in self.curves.items()}
+        told = in_slots(str(capacity), len(lru.misses))
+        return f"{verdict(told, rates, self.in_use[WINDOWS.index(16)])}. {smallest(self.points, memory=budget).words}"
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """The section: its runs, the device and the bytes it may use."""
+
+    device: Device
+    budget: float
+    costs: dict[str, Costs]
+
+    @property
+    def drawings(self) -> list[tuple[str, str, str, figures.Chart]]:
+        """Short name, title, words and chart of each figure."""
+        curves = {
+            label: {policy: (curve.capacities.tolist(), curve.rates.tolist()) for policy, curve in costs.curves.items()}
+            for label, costs in self.costs.items()
+        }
+        speeds = {
+            label: [(p.memory, p.tokens_per_s, max(p.slots)) for p in c.points] for label, c in self.costs.items()
+        }
+        in_use = {label: list(zip(WINDOWS, costs.in_use, strict=True)) for label, costs in self.costs.items()}
+        return [
+            (
+                "miss-curves",
+                "Misses for every cache",
+                "All k experts of a token, LRU and the best that any policy could do (Belady), slots for each layer, "
+                "cold for every sequence.",
+                figures.miss_curves(curves),
+            ),
+            (
+                "speed",
+                f"Tokens per second on {self.device.name}",
+                f"LRU; the line is the budget, {in_bytes(self.budget)}. The experts alone count, as fp32.",
+                figures.speed(speeds, self.budget),
+            ),
+            (
+                "working-set",
+                "Experts in use within a window",
+                "How many experts of a layer the tokens of a window need: what a cache must hold to miss nothing.",
+                figures.working_sets(in_use),
+            ),
+        ]
+
+    @property
+    def words(self) -> list[tuple[str, str]]:
+        return [(label, costs.words(self.budget)) for label, costs in self.costs.items()]
+
+
+def on_device(group: Group, device: Device, memory: float | None) -> OnDevice | None:
+    """The section on a group's runs that kept their routes; `memory` is half of all experts unless given."""
+    costs = {row.label: found for row in _shown(group) if (found := _costs(row, device)) is not None}
+    if not costs:
+        return None
+    largest = max(point.memory for found in costs.values() for point in found.points)
+    return OnDevice(device, largest / 2 if memory is None else memory, costs)
+
+
+def _shown(group: Group) -> list[Row]:
+    """The baseline and the rows that miss least, in the table's order."""
+    kept = [row for row in group.routed if any(run.folder and run.folder.routes.exists() for run in row.complete)]
+    most = max(capacities(kept), default=0)
+    by_hits = sorted(kept, key=lambda row: (row is not group.baseline, -(row.mean(f"{ALL_SLOTS}{most}") or 0.0)))
+    return [row for row in kept if row in by_hits[:MOST]]
+
+
+def _costs(row: Row, device: Device) -> Costs | None:
+    """Of the row's first run whose routes can be read."""
+    for run in row.complete:
+        with contextlib.suppress(StickyError):
+            if run.folder is not None:
+                (trace,) = lab.open_traces([run.folder.path])
+                return _costs_of(trace, device)
+    return None
+
+
+def _costs_of(trace: lab.Trace, device: Device) -> Costs:
+    curves = lab.curves(trace, policies=["lru"], access=Access())
+    weights = lab.weights_of(trace, None, 0.0)
+    points = plan(trace.table, curves["lru"], device, weights)
+    in_use = working_set(trace.table, WINDOWS).mean(0).tolist()
+    return Costs(trace, curves, points, in_use)
