@@ -238,7 +238,7 @@ def settings_of(draw, cls):
 
 
 @every_variant
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_config_survives_yaml_and_flags(name, tmp_path, data):
     values = data.draw(settings_of(variant_class(name)))

@@ -126,7 +126,7 @@ def dot_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
 def replacement_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
     """r_t·‖g_t − g_t−1‖₁, mean over pairs; r_t = |S_t ∖ S_t−1| / k, without gradient (BlES)."""
     chosen = torch.zeros_like(trace.g, dtype=torch.bool).scatter_(-1, trace.S, True)
-    replaced = (chosen[:, :, 1:] & ~chosen[:, :, :-1]).sum(-1) / trace.S.shape[-1]
+    replaced = (chosen[:, :, 1:] & ~chosen[:, :, :-1]).sum(-1).to(trace.g.dtype) / trace.S.shape[-1]
     return _pair_mean(trace, replaced * (trace.g[:, :, 1:] - trace.g[:, :, :-1]).abs().sum(-1))
 
 

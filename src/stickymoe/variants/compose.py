@@ -7,7 +7,7 @@ part of the router, or that have a setting of the same name, or one with phases 
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import combinations
 
 from stickymoe.errors import ConfigError
@@ -45,7 +45,7 @@ def _refuse_clash(whole: str, one: type[Variant], other: type[Variant]) -> None:
     for part, words in _ROUTER_PARTS.items():
         if Gated not in (owners := {_owner(one, part), _owner(other, part)}) and len(owners) == 2:
             raise ConfigError(f"Variant '{whole}': {both} replace the router's {words}; combine only one of them.")
-    for field in set(one.__dataclass_fields__) & set(other.__dataclass_fields__):
+    for field in sorted({f.name for f in fields(one)} & {f.name for f in fields(other)}):
         if _owner(one, field) is not _owner(other, field):
             raise ConfigError(f"Variant '{whole}': {both} have a setting '{field}'; combine only one of them.")
 
