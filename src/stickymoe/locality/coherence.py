@@ -74,7 +74,7 @@ def mean_run_length_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
 
 
 def vocabulary_specialisation_by_layer(table: RouteTable, at_least: int = RARE) -> Float[np.ndarray, " L"]:
-    """Mean over tokens x of max_e N(x, e) / N(x): how surely a word's favourite expert is among its k.
+    """max_e N(x, e) / N(x), mean over words x by how often they are seen: is a word's favourite expert among its k?
 
     1 where the word alone decides, k/N where it says nothing; words seen fewer than `at_least` times do not count.
     """

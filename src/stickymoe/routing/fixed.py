@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from stickymoe.routing.routers import RouterInput, State
-from stickymoe.routing.sequential import heaviest
+from stickymoe.routing.trace import top_k_experts
 
 
 def hashed_experts(keys: Int[Tensor, "B T"], n_experts: int, k: int, salt: int = 0) -> Int[Tensor, "B T k"]:
@@ -28,7 +28,7 @@ def _weigh(logits: Float[Tensor, "B T N"], fixed: Int[Tensor, "B T k"]) -> tuple
     """g = softmax(ℓ), and the fixed experts ordered by it."""
     g = logits.softmax(-1)
     among = torch.zeros_like(g, dtype=torch.bool).scatter_(-1, fixed, True)
-    return g, heaviest(g, among, fixed.shape[-1])
+    return g, top_k_experts(torch.where(among, g.detach(), -1.0), fixed.shape[-1])
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Compiled loops over tokens, where each token's outcome needs the one before. Tests hold them to plain loops.
 
-Arrays are [B, T, N] or [B, N] of one dtype; `start` [B, T] marks the first token of a document. What a sequence carries
-on is kept in the arrays' own precision, so that its pieces give the same bits as the whole.
+Arrays are [B, T, N] or [B, N] of one dtype; position 0 is the start of a document. What a sequence carries on is kept
+in the arrays' own precision, so that its pieces give the same bits as the whole.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from numba import njit
 
 
 @njit(cache=True)
-def average(x: Any, start: Any, before: Any, decay: float, out: Any) -> None:
+def average(x: Any, position: Any, before: Any, decay: float, out: Any) -> None:
     """s_t = d·s_t−1 + (1−d)·x_t, and s_t = x_t at a start."""
     B, T, N = x.shape
     for b in range(B):
         for t in range(T):
             for i in range(N):
-                if start[b, t]:
+                if position[b, t] == 0:
                     out[b, t, i] = x[b, t, i]
                 else:
                     last = before[b, i] if t == 0 else out[b, t - 1, i]
@@ -27,7 +27,7 @@ def average(x: Any, start: Any, before: Any, decay: float, out: Any) -> None:
 
 
 @njit(cache=True)
-def average_backward(grad: Any, x: Any, start: Any, before: Any, decay: float, out: Any, dx: Any) -> float:
+def average_backward(grad: Any, x: Any, position: Any, before: Any, decay: float, out: Any, dx: Any) -> float:
     """Gradient of `average` by x, written to `dx`; answers the one by the decay."""
     B, T, N = x.shape
     by_decay = 0.0
@@ -36,7 +36,7 @@ def average_backward(grad: Any, x: Any, start: Any, before: Any, decay: float, o
             ahead = 0.0  # by s_t, from all later tokens
             for t in range(T - 1, -1, -1):
                 ahead += grad[b, t, i]
-                if start[b, t]:
+                if position[b, t] == 0:
                     dx[b, t, i] = ahead
                     ahead = 0.0
                 else:
@@ -60,58 +60,72 @@ def _choose(scores: Any, k: int, chosen: Any) -> None:
 
 
 @njit(cache=True)
-def hysteresis(logits: Any, start: Any, before: Any, bonus: float, k: int, chosen: Any) -> None:
-    """The k best of ℓ_t + m·1[chosen at t−1]."""
+def _heaviest(g: Any, among: Any, left: Any, S: Any) -> None:
+    """Name the most probable of the experts `among` which to choose, heaviest first; `left` is scratch."""
+    left[:] = among
+    for slot in range(len(S)):
+        best = -1
+        for i in range(len(g)):
+            if left[i] and (best < 0 or g[i] > g[best]):
+                best = i
+        S[slot] = best
+        left[best] = False
+
+
+@njit(cache=True)
+def hysteresis(logits: Any, g: Any, position: Any, chosen: Any, bonus: float, S: Any) -> None:
+    """S = the k best of ℓ_t + m·1[chosen at t−1]; `chosen` [B, N] is brought up to date in place."""
     B, T, N = logits.shape
-    scores = np.empty(N, logits.dtype)
+    k = S.shape[2]
+    scores, left = np.empty(N, logits.dtype), np.empty(N, np.bool_)
     for b in range(B):
         for t in range(T):
             for i in range(N):
-                last = before[b, i] if t == 0 else chosen[b, t - 1, i]
-                scores[i] = logits[b, t, i] + bonus if last and not start[b, t] else logits[b, t, i]
-            _choose(scores, k, chosen[b, t])
+                again = chosen[b, i] and position[b, t] > 0
+                scores[i] = logits[b, t, i] + bonus if again else logits[b, t, i]
+            _choose(scores, k, chosen[b])
+            _heaviest(g[b, t], chosen[b], left, S[b, t])
 
 
 @njit(cache=True)
 def residency(
-    signal: Any, start: Any, demand: Any, before: Any, capacity: int, margin: float, decay: float, resident: Any
+    signal: Any, g: Any, position: Any, demand: Any, resident: Any, capacity: int, margin: float, decay: float, S: Any
 ) -> None:
-    """Who is resident at each token; `demand` [B, N], the running average of `signal`, is brought up to date."""
+    """S = the k heaviest residents; `resident` and `demand` (a running average) [B, N] are brought up to date."""
     B, T, N = signal.shape
+    left = np.empty(N, np.bool_)
     for b in range(B):
+        here = resident[b]
         for t in range(T):
-            now = resident[b, t]
-            if start[b, t]:
+            if position[b, t] == 0:
                 demand[b] = signal[b, t]
-                _choose(demand[b], capacity, now)
-                continue
-            entering, leaving = -1, -1
-            for i in range(N):
-                demand[b, i] = decay * demand[b, i] + (1.0 - decay) * signal[b, t, i]
-                now[i] = before[b, i] if t == 0 else resident[b, t - 1, i]
-                if now[i]:
-                    if leaving < 0 or demand[b, i] <= demand[b, leaving]:
-                        leaving = i
-                elif entering < 0 or demand[b, i] > demand[b, entering]:
-                    entering = i
-            if entering >= 0 and demand[b, entering] > demand[b, leaving] + margin:
-                now[entering], now[leaving] = True, False
+                _choose(demand[b], capacity, here)
+            else:
+                entering, leaving = -1, -1
+                for i in range(N):
+                    demand[b, i] = decay * demand[b, i] + (1.0 - decay) * signal[b, t, i]
+                    if here[i]:
+                        if leaving < 0 or demand[b, i] <= demand[b, leaving]:
+                            leaving = i
+                    elif entering < 0 or demand[b, i] > demand[b, entering]:
+                        entering = i
+                if entering >= 0 and demand[b, entering] > demand[b, leaving] + margin:
+                    here[entering], here[leaving] = True, False
+            _heaviest(g[b, t], here, left, S[b, t])
 
 
 @njit(cache=True)
-def segment(logits: Any, position: Any, total: Any, before: Any, window: int, k: int, chosen: Any) -> None:
-    """One choice per W tokens; `total` [B, N] sums the logits of the segment so far, brought up to date in place."""
-    B, T, _ = logits.shape
+def segment(logits: Any, g: Any, position: Any, total: Any, chosen: Any, window: int, S: Any) -> None:
+    """One choice per W tokens; `chosen` and `total` (the segment's logits so far) [B, N] are brought up to date."""
+    B, T, N = logits.shape
+    k = S.shape[2]
+    left = np.empty(N, np.bool_)
     for b in range(B):
         for t in range(T):
-            if position[b, t] == 0:
-                _choose(logits[b, t], k, chosen[b, t])
+            if position[b, t] % window == 0:
+                _choose(logits[b, t] if position[b, t] == 0 else total[b], k, chosen[b])
                 total[b] = 0.0
-            elif position[b, t] % window == 0:
-                _choose(total[b], k, chosen[b, t])
-                total[b] = 0.0
-            else:
-                chosen[b, t] = before[b] if t == 0 else chosen[b, t - 1]
+            _heaviest(g[b, t], chosen[b], left, S[b, t])
             total[b] += logits[b, t]
 
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from stickymoe.errors import require
 from stickymoe.routing import kernels
 from stickymoe.routing.routers import RouterInput, State
-from stickymoe.routing.trace import top_k_experts
 
 
 class Smooth(nn.Module):
@@ -37,29 +36,29 @@ class Smooth(nn.Module):
     def forward(
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
-        decay = logits.new_tensor(self.decay)
+        decay: Tensor | float = self.decay
         if self.decay_bias is not None:
             decay = (self.decay_bias.to(logits.dtype) + math.log(self.decay / (1 - self.decay))).sigmoid()
-        smooth: Tensor = _Average.apply(  # type: ignore[no-untyped-call]
-            logits, x.position == 0, state.get("smooth", logits.new_zeros(logits[:, 0].shape)), decay
-        )
+        before = _remembered(state, "smooth", logits)
+        smooth: Tensor = _Average.apply(logits, x.position, before, decay)  # type: ignore[no-untyped-call]
         return smooth, {"smooth": smooth[:, -1].detach()}
 
 
 class _Average(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, start: Tensor, before: Tensor, decay: Tensor) -> Tensor:
-        ctx.kept = (_numpy(x), _numpy(start), _numpy(before), float(decay), np.empty_like(_numpy(x)))
+    def forward(ctx: Any, x: Tensor, position: Tensor, before: Any, decay: Tensor | float) -> Tensor:
+        values = _numpy(x)
+        ctx.kept = (values, _numpy(position), before, float(decay), np.empty_like(values))
         kernels.average(*ctx.kept)
-        return torch.from_numpy(ctx.kept[-1]).to(x.device)
+        return _tensor(ctx.kept[-1], x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, start, before, decay, out = ctx.kept
+        x, position, before, decay, out = ctx.kept
         dx = np.empty_like(x)
-        by_decay = kernels.average_backward(_numpy(grad), x, start, before, decay, out, dx)
-        return torch.from_numpy(dx).to(grad.device), None, None, grad.new_tensor(by_decay)
+        by_decay = kernels.average_backward(_numpy(grad), x, position, before, decay, out, dx)
+        return _tensor(dx, grad), None, None, grad.new_tensor(by_decay) if ctx.needs_input_grad[3] else None
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,11 @@ class Hysteresis:
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        chosen = np.empty(logits.shape, np.bool_)
-        before = state.get("chosen", _nobody(logits))
-        kernels.hysteresis(_numpy(logits), _numpy(x.position == 0), _numpy(before), self.bonus, k, chosen)
         g = logits.softmax(-1)
-        among = torch.from_numpy(chosen).to(g.device)
-        return g, heaviest(g, among, k), {"chosen": among[:, -1]}
+        S = np.empty((*logits.shape[:2], k), np.int64)
+        chosen = _remembered(state, "chosen", logits, np.bool_)
+        kernels.hysteresis(_numpy(logits), _numpy(g), _numpy(x.position), chosen, self.bonus, S)
+        return g, _tensor(S, g), {"chosen": _tensor(chosen, g)}
 
 
 @dataclass(frozen=True)
@@ -95,26 +93,16 @@ class Residency:
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        N = logits.shape[-1]
         require(k <= self.capacity, "variant.capacity", self.capacity, f"at least the {k} experts of a token")
         g = logits.softmax(-1)
-        signal = _numpy(g if self.average else logits)
-        demand = _numpy(state.get("demand", torch.zeros_like(logits[:, 0]))).copy()
-        before = _numpy(state.get("resident", _nobody(logits)))
-        resident = np.empty(logits.shape, np.bool_)
-        kernels.residency(
-            signal,
-            _numpy(x.position == 0),
-            demand,
-            before,
-            min(self.capacity, N),
-            self.margin,
-            self.average,
-            resident,
-        )
-        among = torch.from_numpy(resident).to(g.device)
-        state = {"resident": among[:, -1], "demand": torch.from_numpy(demand).to(g.device)}
-        return g, heaviest(g, among, k), state
+        probable = _numpy(g)
+        signal = probable if self.average else _numpy(logits)
+        capacity = min(self.capacity, logits.shape[-1])
+        S = np.empty((*logits.shape[:2], k), np.int64)
+        demand, resident = _remembered(state, "demand", logits), _remembered(state, "resident", logits, np.bool_)
+        position = _numpy(x.position)
+        kernels.residency(signal, probable, position, demand, resident, capacity, self.margin, self.average, S)
+        return g, _tensor(S, g), {"demand": _tensor(demand, g), "resident": _tensor(resident, g)}
 
 
 @dataclass(frozen=True)
@@ -129,24 +117,24 @@ class Segment:
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        total = _numpy(state.get("total", torch.zeros_like(logits[:, 0]))).copy()
-        before = _numpy(state.get("chosen", _nobody(logits)))
-        chosen = np.empty(logits.shape, np.bool_)
-        kernels.segment(_numpy(logits), _numpy(x.position), total, before, self.window, k, chosen)
         g = logits.softmax(-1)
-        among = torch.from_numpy(chosen).to(g.device)
-        return g, heaviest(g, among, k), {"chosen": among[:, -1], "total": torch.from_numpy(total).to(g.device)}
-
-
-def heaviest(g: Float[Tensor, "B T N"], among: Bool[Tensor, "B T N"], k: int) -> Int[Tensor, "B T k"]:
-    """The k most probable of the experts `among` which to choose, heaviest first."""
-    return top_k_experts(torch.where(among, g.detach(), -1.0), k)
-
-
-def _nobody(logits: Float[Tensor, "B T N"]) -> Bool[Tensor, "B N"]:
-    return torch.zeros_like(logits[:, 0], dtype=torch.bool)
+        S = np.empty((*logits.shape[:2], k), np.int64)
+        total, chosen = _remembered(state, "total", logits), _remembered(state, "chosen", logits, np.bool_)
+        kernels.segment(_numpy(logits), _numpy(g), _numpy(x.position), total, chosen, self.window, S)
+        return g, _tensor(S, g), {"total": _tensor(total, g), "chosen": _tensor(chosen, g)}
 
 
 def _numpy(x: Shaped[Tensor, ...]) -> Shaped[np.ndarray, ...]:
-    array: Shaped[np.ndarray, ...] = x.detach().cpu().contiguous().numpy()
-    return array
+    return np.ascontiguousarray(x.detach().cpu().numpy())
+
+
+def _tensor(array: Shaped[np.ndarray, ...], like: Tensor) -> Shaped[Tensor, ...]:
+    return torch.from_numpy(array).to(like.device)
+
+
+def _remembered(state: State, name: str, logits: Tensor, dtype: Any = None) -> Shaped[np.ndarray, "B N"]:
+    """A copy of what `state` knows under that name, for a kernel to go on with; zeros at first."""
+    if name in state:
+        return state[name].cpu().numpy().copy()
+    B, _, N = logits.shape
+    return np.zeros((B, N), dtype or torch.zeros((), dtype=logits.dtype).numpy().dtype)
