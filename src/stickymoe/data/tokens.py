@@ -30,6 +30,7 @@ FORMAT = 1
 SPLITS = ("train", "valid", "test")
 _ROWS_AT_ONCE = 4096
 _SPACE = "Ġ"  # how byte-level vocabularies write a space
+_CLOSE = re.compile(r"""["')\]]""")
 _STOP = re.compile(r"""[.!?]["')\]]*$""")
 
 
@@ -175,11 +176,14 @@ def _with_boundaries(split: TokenSplit, tokenizer: Tokenizer) -> TokenSplit:
     So the point of a number or a web address ends none, and no token after the first of a sentence has to be known.
     """
     words = tokenizer.get_vocab()
-    ends, spaced = (np.zeros(max(words.values()) + 1, dtype=np.bool_) for _ in range(2))
+    stops, closes, spaced = (np.zeros(max(words.values()) + 1, dtype=np.bool_) for _ in range(3))
     for word, index in words.items():
-        ends[index], spaced[index] = _STOP.search(word) is not None, word.startswith(_SPACE)
+        stops[index] = _STOP.search(word) is not None
+        closes[index], spaced[index] = _CLOSE.fullmatch(word) is not None, word.startswith(_SPACE)
+    ended = stops[split.tokens]
+    ended[1:] |= ended[:-1] & closes[split.tokens[1:]]
     boundary = split.row_start.copy()
-    boundary[1:] |= ends[split.tokens[:-1]] & spaced[split.tokens[1:]]
+    boundary[1:] |= ended[:-1] & spaced[split.tokens[1:]]
     return replace(split, boundary=boundary)
 
 

@@ -51,7 +51,7 @@ ABLATION_ROWS: list[Settings] = [
 ]
 
 
-def _each(name: str, setting: str, *strengths: float, **fixed: Any) -> list[Settings]:
+def _each(name: str, setting: str, *strengths: int | float, **fixed: Any) -> list[Settings]:
     """A variant at several strengths, from weak to strong."""
     return [{"variant": {"name": name, setting: strength, **fixed}} for strength in strengths]
 

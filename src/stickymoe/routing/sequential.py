@@ -39,26 +39,36 @@ class Smooth(nn.Module):
         decay: Tensor | float = self.decay
         if self.decay_bias is not None:
             decay = (self.decay_bias.to(logits.dtype) + math.log(self.decay / (1 - self.decay))).sigmoid()
-        before = _remembered(state, "smooth", logits)
-        smooth: Tensor = _Average.apply(logits, x.position, before, decay)  # type: ignore[no-untyped-call]
-        return smooth, {"smooth": smooth[:, -1].detach()}
+        values, before = _numpy(logits), _remembered(state, "smooth", logits)
+        scan = (
+            values,
+            _numpy(x.position),
+            before,
+            decay.item() if isinstance(decay, Tensor) else decay,
+            np.empty_like(values),
+        )
+        kernels.average(*scan)
+        smooth = _tensor(scan[-1], logits)
+        if torch.is_grad_enabled():
+            smooth = _Average.apply(logits, decay, smooth, scan)  # type: ignore[no-untyped-call]
+        return smooth, {"smooth": _tensor(scan[-1][:, -1], logits)}
 
 
 class _Average(torch.autograd.Function):
+    """Gives a finished `scan` of kernels.average its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, position: Tensor, before: Any, decay: Tensor | float) -> Tensor:
-        values = _numpy(x)
-        ctx.kept = (values, _numpy(position), before, float(decay), np.empty_like(values))
-        kernels.average(*ctx.kept)
-        return _tensor(ctx.kept[-1], x)
+    def forward(ctx: Any, logits: Tensor, decay: Tensor | float, smooth: Tensor, scan: tuple[Any, ...]) -> Tensor:
+        ctx.scan = scan
+        return smooth.view_as(smooth)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, position, before, decay, out = ctx.kept
+        x, position, before, decay, out = ctx.scan
         dx = np.empty_like(x)
         by_decay = kernels.average_backward(_numpy(grad), x, position, before, decay, out, dx)
-        return _tensor(dx, grad), None, None, grad.new_tensor(by_decay) if ctx.needs_input_grad[3] else None
+        return _tensor(dx, grad), grad.new_tensor(by_decay) if ctx.needs_input_grad[1] else None, None, None
 
 
 @dataclass(frozen=True)
@@ -125,11 +135,12 @@ class Segment:
 
 
 def _numpy(x: Shaped[Tensor, ...]) -> Shaped[np.ndarray, ...]:
-    return np.ascontiguousarray(x.detach().cpu().numpy())
+    return np.ascontiguousarray(x.numpy(force=True))
 
 
 def _tensor(array: Shaped[np.ndarray, ...], like: Tensor) -> Shaped[Tensor, ...]:
-    return torch.from_numpy(array).to(like.device)
+    tensor = torch.from_numpy(array)
+    return tensor if like.is_cpu else tensor.to(like.device)
 
 
 def _remembered(state: State, name: str, logits: Tensor, dtype: Any = None) -> Shaped[np.ndarray, "B N"]:
