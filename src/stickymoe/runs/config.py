@@ -197,10 +197,11 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain nested settings; `from_dict` is the inverse."""
+        hyper = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self.variant).items()}
         return {
             "data": dataclasses.asdict(self.data),
             "model": dataclasses.asdict(self.model),
-            "variant": {"name": self.variant.name, **dataclasses.asdict(self.variant)},
+            "variant": {"name": self.variant.name, **hyper},
             "train": dataclasses.asdict(self.train),
             "eval": {**dataclasses.asdict(self.eval), "capacities": list(self.eval.capacities)},
             "seed": self.seed,
