@@ -6,7 +6,7 @@ border is where `doc` changes between adjacent positions. Nothing here uses the 
 """
 
 from itertools import combinations
-from math import exp, inf, log2, nan
+from math import exp, inf, log, log2, nan
 
 
 def document_start(doc, b, t):
@@ -80,16 +80,136 @@ def anchor_loss(g, mask, doc, window, anchors=None):
     return total / (L * len(tokens))
 
 
-def cross_layer_loss(g, mask):
-    """eq:cross_loss. Σ_ℓ ‖g^(ℓ) − g^(ℓ+1)‖² summed over layer pairs, mean over the real tokens."""
+def cross_layer_loss(g, mask, block=None):
+    """eq:cross_loss. Σ_ℓ ‖g^(ℓ) − g^(ℓ+1)‖² summed over layer pairs, mean over the real tokens.
+
+    With `block`, only over pairs of layers in the same block of that many.
+    """
     tokens = real_tokens(mask)
     if not tokens:
         return 0.0
     total = 0.0
     for b, t in tokens:
         for l in range(len(g) - 1):
-            total = total + squared_distance(g[l][b][t], g[l + 1][b][t])
+            if block is None or l // block == (l + 1) // block:
+                total = total + squared_distance(g[l][b][t], g[l + 1][b][t])
     return total / len(tokens)
+
+
+def pair_mean(g, mask, doc, cost, weight=lambda b, t: 1.0):
+    """Σ ω·cost(l, b, t) / Σ ω over the pairs (t−1, t), mean over layers."""
+    pairs = [(b, t) for b, t in real_tokens(mask) if is_pair(mask, doc, b, t)]
+    whole = sum(weight(b, t) for b, t in pairs)
+    if not whole:
+        return 0.0
+    total = 0.0
+    for l in range(len(g)):
+        for b, t in pairs:
+            total = total + weight(b, t) * cost(l, b, t)
+    return total / (len(g) * whole)
+
+
+def boundary_loss(g, mask, doc, boundary, across):
+    """Consistency with weight `across` on the pairs whose later token begins a sentence."""
+    return pair_mean(
+        g,
+        mask,
+        doc,
+        lambda l, b, t: squared_distance(g[l][b][t], g[l][b][t - 1]),
+        lambda b, t: across if boundary[b][t] else 1.0,
+    )
+
+
+def grouped_loss(g, mask, doc, groups, inside):
+    """(1−δ)·‖G_t − G_t−1‖² + δ·‖g_t − g_t−1‖²; expert i is in group ⌊i·groups/N⌋."""
+    N = len(g[0][0][0])
+
+    def of_groups(row):
+        return [sum(row[i] for i in range(N) if i * groups // N == j) for j in range(groups)]
+
+    def cost(l, b, t):
+        now, last = g[l][b][t], g[l][b][t - 1]
+        between = squared_distance(of_groups(now), of_groups(last))
+        return (1 - inside) * between + inside * squared_distance(now, last)
+
+    return pair_mean(g, mask, doc, cost)
+
+
+def dot_loss(g, mask, doc):
+    """1 − ⟨g_t, g_t−1⟩."""
+    return pair_mean(
+        g, mask, doc, lambda l, b, t: 1 - sum(p * q for p, q in zip(g[l][b][t], g[l][b][t - 1], strict=True))
+    )
+
+
+def replacement_loss(g, S, mask, doc):
+    """BlES: the share of experts that were not chosen before, times the L1 distance of the gates."""
+    k = len(S[0][0][0])
+
+    def cost(l, b, t):
+        new = sum(1 for e in S[l][b][t] if e not in list(S[l][b][t - 1]))
+        return new / k * sum(abs(p - q) for p, q in zip(g[l][b][t], g[l][b][t - 1], strict=True))
+
+    return pair_mean(g, mask, doc, cost)
+
+
+def logarithm(x):
+    return x.log() if hasattr(x, "log") else log(x)
+
+
+def adjacent_entropy_loss(g, mask, doc, targets):
+    """BlockFFN: binary cross-entropy of g_t against `targets` at t−1, mean over experts."""
+
+    def cost(l, b, t):
+        pairs = list(zip(g[l][b][t], targets[l][b][t - 1], strict=True))
+        return -sum(q * logarithm(p) + (1 - q) * logarithm(1 - p) for p, q in pairs) / len(pairs)
+
+    return pair_mean(g, mask, doc, cost)
+
+
+def chunk_loss(g, k, mask, doc, window):
+    """BlockFFN: 1 − Π_t (1 − g_t)^k over chunks of W tokens of a document, mean over experts and chunks."""
+    L, N = len(g), len(g[0][0][0])
+    chunks = {}
+    for b, t in real_tokens(mask):
+        start = document_start(doc, b, t)
+        chunks.setdefault((b, start, (t - start) // window), []).append(t)
+    if not chunks:
+        return 0.0
+    total = 0.0
+    for l in range(L):
+        for (b, _, _), tokens in chunks.items():
+            for i in range(N):
+                none = 1.0
+                for t in tokens:
+                    none = none * (1 - g[l][b][t][i]) ** k
+                total = total + (1 - none) / N
+    return total / (L * len(chunks))
+
+
+def expected_misses(g, k, mask, doc, capacity):
+    """A soft cache: a = u(1−m), m ← m + a − e, e ∝ m(1−u) for what exceeds the capacity; Σ a per real token."""
+    L, B, T, N = len(g), len(mask), len(mask[0]), len(g[0][0][0])
+    tokens = real_tokens(mask)
+    if not tokens:
+        return 0.0
+    total = 0.0
+    for l in range(L):
+        for b in range(B):
+            m = [0.0] * N
+            for t in range(T):
+                if document_start(doc, b, t) == t:
+                    m = [0.0] * N
+                if not mask[b][t]:
+                    continue
+                u = [k * p if k * p <= 1 else 1.0 for p in g[l][b][t]]
+                a = [u[i] * (1 - m[i]) for i in range(N)]
+                total = total + sum(a)
+                free = sum(m[i] * (1 - u[i]) for i in range(N))
+                excess = sum(m) + sum(a) - capacity
+                e = [excess * m[i] * (1 - u[i]) / free if excess > 0 and free > 0 else 0.0 for i in range(N)]
+                m = [m[i] + a[i] - e[i] for i in range(N)]
+    return total / (L * len(tokens))
 
 
 # Routing
@@ -128,6 +248,79 @@ def hard_window(logits, k, window, beta, doc=None):
         g.append(softmax([logits[t][e] + (beta if e in H else 0.0) for e in range(N)]))
         S.append(top_k(g[t], k))
     return g, S
+
+
+def by_weight(logits_row, experts):
+    """The experts of a set, heaviest first; of equal ones the lowest index."""
+    return sorted(experts, key=lambda e: (-softmax(logits_row)[e], e))
+
+
+def starts(T, doc):
+    """Which tokens of one sequence are the first of a document."""
+    return [document_start(None if doc is None else [doc], 0, t) == t for t in range(T)]
+
+
+def smooth(x, decay, doc=None):
+    """s_t = d·s_t−1 + (1−d)·x_t of one sequence [T,d]; s = x at the start of a document."""
+    s = []
+    for t, start in enumerate(starts(len(x), doc)):
+        s.append(list(x[t]) if start else [decay * p + (1 - decay) * q for p, q in zip(s[-1], x[t], strict=True)])
+    return s
+
+
+def hysteresis(logits, k, bonus, doc=None):
+    """S of one sequence: the top-k of the logits with a bonus on the experts of the token before."""
+    S = []
+    for t, start in enumerate(starts(len(logits), doc)):
+        last = [] if start else S[-1]
+        S.append(by_weight(logits[t], top_k([x + bonus * (e in last) for e, x in enumerate(logits[t])], k)))
+    return S
+
+
+def residency(logits, k, capacity, margin, average, doc=None):
+    """`(S, R)` of one sequence: chosen and resident experts of every token."""
+    N = len(logits[0])
+    S, residents, demand = [], [], []
+    for t, start in enumerate(starts(len(logits), doc)):
+        signal = softmax(logits[t]) if average else logits[t]
+        if start:
+            demand = list(signal)
+            R = set(top_k(demand, min(capacity, N)))
+        else:
+            demand = [average * q + (1 - average) * s for q, s in zip(demand, signal, strict=True)]
+            R = set(residents[-1])
+            outside = [e for e in range(N) if e not in R]
+            if outside:
+                best = min(outside, key=lambda e: (-demand[e], e))
+                worst = max(R, key=lambda e: (-demand[e], e))
+                if demand[best] > demand[worst] + margin:
+                    R = R - {worst} | {best}
+        residents.append(R)
+        S.append(by_weight(logits[t], R)[:k])
+    return S, residents
+
+
+def segment(logits, k, window, doc=None):
+    """S of one sequence: one set per W tokens of a document, from the sum of the logits of the W tokens before."""
+    S, chosen = [], None
+    for t in range(len(logits)):
+        position = t - document_start(None if doc is None else [doc], 0, t)
+        if position == 0:
+            chosen = top_k(logits[t], k)
+        elif position % window == 0:
+            chosen = top_k([sum(column) for column in zip(*logits[t - window : t], strict=True)], k)
+        S.append(by_weight(logits[t], chosen))
+    return S
+
+
+def span_starts(T, window, sentence, boundary, doc=None):
+    """For each token of one sequence, the first token of its span."""
+    first = []
+    for t, start in enumerate(starts(T, doc)):
+        position = t - document_start(None if doc is None else [doc], 0, t)
+        new = start or (window and position % window == 0) or (sentence and boundary[t])
+        first.append(t if new else first[-1])
+    return first
 
 
 # Metrics: `table` has S, n_experts, mask and doc

@@ -129,7 +129,7 @@ class TestNames:
             (["--verbose"], r"Unknown command '--verbose'"),
             (["train", "--variant", "sfot"], r"Unknown variant 'sfot'\. Did you mean 'soft'"),
             (["train", "--variant", "soft-hard"], r"Unknown variant 'soft-hard'\. Did you mean 'soft_hard'"),
-            (["train", "--variant", "xyz"], r"Unknown variant 'xyz'\. Known: dense, .*vanilla"),
+            (["train", "--variant", "xyz"], r"Unknown variant 'xyz'\. Known: bles, .*vanilla"),
             (["train", "--preset", "tinny"], r"Unknown preset 'tinny'\. Did you mean 'tiny'\?"),
             (["train", "--preset", "cpu_small"], r"Unknown preset 'cpu_small'\. Did you mean 'cpu-small'"),
             (["train", "--preset", "xyz"], r"Unknown preset 'xyz'\. Known: .*paper-small"),

@@ -25,7 +25,7 @@ usage: stickymoe COMMAND [options]
 Mixture-of-experts models whose routing stays put.
 
 commands:
-  demo       train every variant on the embedded corpus and compare them (about four minutes)
+  demo       train the paper's variants on the embedded corpus and compare them (about four minutes)
   train      train one variant into a run folder
   sweep      carry out every run of a grid, such as the paper's table
   report     put finished runs on a page: tables, figures, the text by its experts
@@ -161,7 +161,7 @@ def _eval(argv: list[str]) -> None:
 
 
 def _demo(argv: list[str]) -> None:
-    parser = _parser("demo", "Train every variant on the embedded corpus and compare them.")
+    parser = _parser("demo", "Train the paper's variants on the embedded corpus and compare them.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="folder for the runs")
     args = parser.parse_args(argv)
@@ -248,6 +248,9 @@ def _variants(argv: list[str]) -> None:
         summary = (cls.__doc__ or "").strip().splitlines()[0]
         console.print(f"[bold]{name}[/bold]  {escape(summary)}", soft_wrap=True)
         console.print(f"    {cls.equation}\n    {defaults}", markup=False, soft_wrap=True)
+    console.print(
+        "\nThey combine by name: --variant smooth+residency+soft has the settings of all three.", soft_wrap=True
+    )
 
 
 def _add_access(parser: argparse.ArgumentParser, *, order: str) -> None:

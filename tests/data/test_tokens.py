@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def test_documents_have_topics(factbook: TokenData) -> None:
     for split in (factbook.train, factbook.valid, factbook.test):
         assert set(split.doc) == set(range(len(split.topics)))
         assert len(set(split.topics)) == 13
+
+
+def test_boundaries_are_rows_and_sentences(folder: Any) -> None:
+    text = 'It is 3.5 m. "Is it?" it asked (so!) and left.\nA new row'
+    path = folder({"train.txt": text, "valid.txt": text})
+    data = load_tokens(DataConfig(path=str(path), vocab_size=257))
+    split, words = data.valid, data.tokenizer
+    begins = [*np.flatnonzero(split.boundary), len(split.tokens)]
+    parts = [words.decode(split.tokens[a:b].tolist()) for a, b in pairwise(begins)]
+    assert parts == ["It is 3.5 m.", ' "Is it?"', " it asked (so!)", " and left.", "A new row"]
+    assert not (split.row_start & ~split.boundary).any()
 
 
 def test_without_a_test_file_the_test_split_is_empty(folder: Any) -> None:

@@ -6,6 +6,9 @@ import pytest
 
 from stickymoe.errors import ConfigError
 from stickymoe.experiments.grids import GRIDS, chosen_rows, configs, load_grid
+from stickymoe.runs.folder import run_id
+from stickymoe.runs.settings import read_config
+from stickymoe.variants import variant_names
 
 
 def runs_of(grid, seeds=(42,), flags=()):
@@ -33,6 +36,22 @@ def test_ablations_are_those_the_paper_lacks():
     assert "soft_hard λ=0 α=1 W=4" in labels
     quarter = [run for run in runs_of(load_grid("ablations")) if run.data.fraction == 0.25]
     assert {run.variant.name for run in quarter} == {"vanilla", "soft"}
+
+
+def test_the_frontier_has_every_variant_and_no_run_twice():
+    runs = runs_of(load_grid("frontier"))
+    named = {part for run in runs for part in run.variant.name.split("+")}
+    assert set(variant_names()) - named == {"hard_window", "remoe", "soft_hard"}, "rows of the paper's own table"
+    assert {run.train.steps for run in runs} == {300}
+    ids = [run_id(run, "data") for run in runs]
+    assert len(set(ids)) == len(ids)
+
+
+def test_sixteen_experts_have_the_active_weights_of_four():
+    small, sixteen = (read_config(preset=name).model for name in ("cpu-small", "cpu-16"))
+    assert sixteen.top_k * sixteen.d_ff == small.top_k * small.d_ff
+    assert (sixteen.n_experts, sixteen.top_k) == (16, 2)
+    assert 4 in read_config(preset="cpu-16").eval.capacities
 
 
 def test_every_seed_and_flags_over_all_rows():

@@ -8,10 +8,19 @@ import torch
 from stickymoe.models.gpt import GPT, DecodeCache
 from stickymoe.runs.config import ModelConfig, RunConfig
 from stickymoe.training.build import build_model
-from stickymoe.variants import variant_class
+from stickymoe.variants import variant_class, variant_names
 
 VOCAB = 23
 SIZES = ModelConfig(d_model=16, n_layers=2, n_heads=2, n_experts=5, top_k=2, d_ff=12, seq_len=16)
+
+
+def kinds_of_router() -> list[str]:
+    """One variant for each way to route: losses do not route."""
+    kinds: dict[tuple, str] = {}
+    for name in ["vanilla", *variant_names()]:
+        parts = tuple(getattr(variant_class(name), part, None) for part in ("source", "filter", "choice"))
+        kinds.setdefault(parts, name)
+    return list(kinds.values())
 
 
 @cache

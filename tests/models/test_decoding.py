@@ -1,18 +1,18 @@
-"""Decoding equals the full pass, documents equal themselves alone, and nothing looks ahead: for every variant."""
+"""Decoding equals the full pass, documents equal themselves alone, nothing looks ahead: for every way to route."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lively import SIZES, VOCAB, assert_same, decode, full, lively, random_tokens
+from lively import SIZES, VOCAB, assert_same, decode, full, kinds_of_router, lively, random_tokens
 
 from stickymoe.errors import StickyError
 from stickymoe.models.gpt import DecodeCache
-from stickymoe.variants import variant_names
 from strategies import documents
 
 some = settings(deadline=None, max_examples=12)
-every_variant = pytest.mark.parametrize("variant", variant_names())
+COMBINED = ["hysteresis+smooth+soft", "oracle+residency+smooth", "segment+smooth"]
+every_variant = pytest.mark.parametrize("variant", [*kinds_of_router(), *COMBINED])
 seeds = st.integers(0, 10_000)
 batches = st.integers(1, 2)
 lengths = st.integers(1, SIZES.seq_len)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lively import SIZES, VOCAB, lively, random_tokens
+from lively import SIZES, VOCAB, kinds_of_router, lively, random_tokens
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,9 +15,9 @@ from stickymoe.models.moe import MoE
 from stickymoe.runs.config import ModelConfig, RunConfig
 from stickymoe.runs.presets import preset
 from stickymoe.training.build import build_model
-from stickymoe.variants import RouterSite, variant_class, variant_names
+from stickymoe.variants import RouterSite, variant_class
 
-every_variant = pytest.mark.parametrize("variant", variant_names())
+every_variant = pytest.mark.parametrize("variant", kinds_of_router())
 GPT2_VOCAB = 50_257
 # By hand: embeddings (V + 256)·d, final norm 2d, and per layer attention 4d² + 4d, norms 4d, a gate 4d and four
 # experts 2·d·d_ff + d_ff + d each; the dense control has one network of width 2·d_ff and no gate.

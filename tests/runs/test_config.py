@@ -38,7 +38,10 @@ FIELDS = {name: dataclasses.fields(variant_class(name)) for name in variant_name
 def variant_settings(draw: st.DrawFn) -> dict[str, Any]:
     """Any variant, with any of its numbers and switches; whatever else it has stays as it is."""
     name = draw(st.sampled_from(sorted(FIELDS)))
-    drawn = {f.name: draw(BY_TYPE[f.type]) if f.type in BY_TYPE else f.default for f in FIELDS[name]}
+    drawn = {
+        f.name: draw(BY_TYPE[f.type]) if f.type in BY_TYPE else list(f.default)  # factors, one per layer
+        for f in FIELDS[name]
+    }
     return {"name": name} | drawn
 
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from stickymoe.cli import main
 from stickymoe.errors import DataError, DivergedError
+from stickymoe.locality.formats import load_table
 from stickymoe.routing import losses
 from stickymoe.runs.config import RunConfig
 from stickymoe.runs.folder import RunFolder
@@ -130,6 +131,26 @@ class TestPhases:
         (only,) = spans(small(variant=variant))
         assert (only.first, only.last) == (0, 12)
 
+    def test_a_graded_weight_rises_over_its_share_of_the_phase(self, small: Small, finished: Finished) -> None:
+        run = finished(small("--variant.warmup", "0.5", "--variant.lam", "700", variant="graded+boundary"))
+        lines = [line for line in RunFolder(run).read_metrics() if "train" in line]
+        for line in lines:
+            values, rise = line["train"], min((line["step"] - 1) / 6, 1)
+            expected = values["ce"] + 0.01 * values["bal"] + rise * 700 * values["bound"]
+            assert values["loss"] == pytest.approx(expected, rel=1e-6)
+        assert lines[-1]["train"]["loss"] > lines[-1]["train"]["ce"] + 0.02
+
+    def test_shared_experts_train(self, small: Small, finished: Finished) -> None:
+        flags = ("--model.share_block", "2", "--variant.within_block", "true")
+        record = RunRecord.read(finished(small(*flags, variant="cross_layer")) / "record.json")
+        assert record.metrics["cross"] > 0
+        assert record.metrics["ppl"] < 300
+
+    def test_a_universal_pool_is_measured_over_all_its_experts(self, small: Small, finished: Finished) -> None:
+        run = finished(small("--model.universal", "true", variant="smooth"))
+        assert load_table(run / "routes").n_experts == 8
+        assert "utilisation_7" in RunRecord.read(run / "record.json").per_layer
+
     def test_the_second_of_remoe_changes_the_gates_only(self, small: Small, finished: Finished) -> None:
         flags = ("--variant.tune_share", "0.5", "--train.checkpoint_every", "1000")
         run = finished(small(*flags, variant="remoe"))
@@ -210,7 +231,7 @@ class TestDivergence:
 
         def balance_by_layer(trace: Any, **kwargs: Any) -> torch.Tensor:
             value = original(trace, **kwargs)
-            return change(value) if next(calls) == at else value
+            return change(value) if value.requires_grad and next(calls) == at else value  # not in an evaluation
 
         monkeypatch.setattr(losses, "balance_by_layer", balance_by_layer)
 

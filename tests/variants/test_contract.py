@@ -166,7 +166,12 @@ def test_label_and_equation_say_something(name):
 @every_field
 def test_label_and_key_tell_every_departure_from_the_default(name, field):
     cls = variant_class(name)
-    departures = {bool: lambda on: not on, int: lambda n: n + 1, float: lambda x: x / 2}
+    departures = {
+        bool: lambda on: not on,
+        int: lambda n: n + 1,
+        float: lambda x: (x or 1) / 2,
+        tuple: lambda _: (0.5, 1),
+    }
     other = cls(**{field.name: departures[type(field.default)](field.default)})
     assert other.label != cls().label
     assert other.key != cls().key
@@ -227,11 +232,13 @@ def settings_of(draw, cls):
             values[f.name] = draw(st.integers(1, 64))
         elif isinstance(f.default, float):
             values[f.name] = draw(st.floats(1e-12, 0.999, exclude_min=True))
+        elif isinstance(f.default, tuple):
+            values[f.name] = tuple(draw(st.lists(st.floats(0, 9), min_size=1, max_size=4)))
     return values
 
 
 @every_variant
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_config_survives_yaml_and_flags(name, tmp_path, data):
     values = data.draw(settings_of(variant_class(name)))
@@ -241,7 +248,7 @@ def test_any_config_survives_yaml_and_flags(name, tmp_path, data):
     from_file = read_config(file=file)
     assert from_file == config
     assert json.dumps(from_file.as_dict()) == json.dumps(config.as_dict()), "the run id hashes this"
-    flags = [f"--variant.{key}={value}" for key, value in values.items()]
+    flags = [f"--variant.{key}={list(value) if isinstance(value, tuple) else value}" for key, value in values.items()]
     assert read_config(flags, variant=name).variant == config.variant
 
 

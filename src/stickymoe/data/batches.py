@@ -22,12 +22,16 @@ NO_DOCUMENT = -1
 
 @dataclass(frozen=True)
 class Batch:
-    """`targets` are -100 where nothing is predicted; `mask` marks real tokens, `doc` their documents."""
+    """`targets` are -100 where nothing is predicted; `mask` marks real tokens, `doc` their documents.
+
+    `boundary` marks the first token of a sentence or paragraph, where the split knows it.
+    """
 
     tokens: Int64[Tensor, "B T"]
     targets: Int64[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]
     doc: Int64[Tensor, "B T"] | None
+    boundary: Bool[Tensor, "B T"] | None = None
 
 
 class TrainBatches:
@@ -104,6 +108,7 @@ def _gather(split: TokenSplit, chunks: Int64[np.ndarray, " B"], seq_len: int, do
         targets=_int64(np.where(predicted, split.tokens[after], NO_TARGET)),
         mask=torch.from_numpy(mask),
         doc=_int64(np.where(mask, doc, NO_DOCUMENT)) if documents else None,
+        boundary=None if split.boundary is None else torch.from_numpy(split.boundary[here] & mask),
     )
 
 

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,16 +29,23 @@ from stickymoe.runs.config import DataConfig
 FORMAT = 1
 SPLITS = ("train", "valid", "test")
 _ROWS_AT_ONCE = 4096
+_SPACE = "Ġ"  # how byte-level vocabularies write a space
+_CLOSE = re.compile(r"""["')\]]""")
+_STOP = re.compile(r"""[.!?]["')\]]*$""")
 
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """One stream of n tokens; `doc` indexes `topics`, and `row_start` marks the first token of each row."""
+    """One stream of n tokens; `doc` indexes `topics`, and `row_start` marks the first token of each row.
+
+    `boundary` marks the first token of each sentence and row: rows are paragraphs.
+    """
 
     tokens: Int32[np.ndarray, " n"]
     doc: Int32[np.ndarray, " n"]
     topics: tuple[str | None, ...]
     row_start: Bool[np.ndarray, " n"]
+    boundary: Bool[np.ndarray, " n"] | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,7 @@ def _token_data(entry: Entry, fraction: float) -> TokenData:
     train = _shorten(train, fraction)
     definition = entry.files["tokenizer.json"]
     tokenizer = Tokenizer.from_str(definition.decode())
+    train, valid, test = (_with_boundaries(split, tokenizer) for split in (train, valid, test))
     return TokenData(
         train=train,
         valid=valid,
@@ -164,6 +173,23 @@ def _token_split(entry: Entry, name: str) -> TokenSplit:
 
     topics = tuple(entry.about["splits"][name]["topics"])
     return TokenSplit(tokens=array("tokens"), doc=array("doc"), topics=topics, row_start=array("row_start"))
+
+
+def _with_boundaries(split: TokenSplit, tokenizer: Tokenizer) -> TokenSplit:
+    """A sentence begins with a row, and with a space after a token that ends in a stop, perhaps quoted or bracketed.
+
+    So the point of a number or a web address ends none, and no token after the first of a sentence has to be known.
+    """
+    words = tokenizer.get_vocab()
+    stops, closes, spaced = (np.zeros(max(words.values()) + 1, dtype=np.bool_) for _ in range(3))
+    for word, index in words.items():
+        stops[index] = _STOP.search(word) is not None
+        closes[index], spaced[index] = _CLOSE.fullmatch(word) is not None, word.startswith(_SPACE)
+    ended = stops[split.tokens]
+    ended[1:] |= ended[:-1] & closes[split.tokens[1:]]
+    boundary = split.row_start.copy()
+    boundary[1:] |= ended[:-1] & spaced[split.tokens[1:]]
+    return replace(split, boundary=boundary)
 
 
 def _shorten(split: TokenSplit, fraction: float) -> TokenSplit:

@@ -1,4 +1,4 @@
-"""Which runs make a table: the paper's rows at each size, the ablations it lacks, the demo, or a user's own YAML.
+"""Which runs make a table: the paper's rows, the ablations it lacks, what goes past it, the demo, or your own YAML.
 
 preset: cpu-small            # under every row
 data: {path: texts}          # any setting, under every row
@@ -50,6 +50,41 @@ ABLATION_ROWS: list[Settings] = [
     {"variant": {"name": "soft", "lam": 0.1}, **_OVERFIT},
 ]
 
+
+def _each(name: str, setting: str, *strengths: int | float, **fixed: Any) -> list[Settings]:
+    """A variant at several strengths, from weak to strong."""
+    return [{"variant": {"name": name, setting: strength, **fixed}} for strength in strengths]
+
+
+# Past the paper: every method at three strengths beside the controls, to be screened in few steps.
+FRONTIER_ROWS: list[Settings] = [
+    {"variant": "vanilla"},
+    {"variant": "dense"},
+    {"variant": "hash"},
+    *_each("trajectory", "window", 0, 16),
+    {"variant": {"name": "trajectory", "sentence": True}},
+    *_each("soft", "lam", 0.1, 0.5, 2.0),
+    *_each("smooth", "decay", 0.5, 0.7, 0.8),
+    *_each("smooth", "decay", 0.5, 0.7, 0.8, learned=True),
+    *_each("hysteresis", "bonus", 0.1, 0.3, 1.0),
+    *_each("residency", "rho", 0.0, 0.02, 0.05),
+    *_each("segment", "window", 4, 8, 16),
+    *_each("cache_loss", "eta", 0.05, 0.2, 0.8),
+    *_each("boundary", "lam", 0.1, 0.5, 2.0),
+    *_each("grouped", "lam", 0.1, 0.5, 2.0),
+    *_each("bles", "lam", 0.1, 0.5, 2.0),
+    *_each("blockffn", "lam", 0.1, 0.5, 2.0),
+    *_each("dot", "lam", 0.1, 0.5, 2.0),
+    *_each("cross_layer", "gamma", 0.01, 0.1, 1.0),
+    *_each("graded+soft", "warmup", 0.25, 0.5, 0.75, lam=0.5),
+    *_each("graded+soft", "lam", 0.1, 0.5, 2.0, warmup=0.0, layers=[0.0, 1.0, 1.0, 1.0]),
+    *_each("smooth+soft", "lam", 0.1, 0.5, 2.0),
+    *_each("hysteresis+smooth", "decay", 0.5, 0.7, 0.8, bonus=0.1),
+    *_each("residency+smooth", "decay", 0.5, 0.7, 0.8),
+    *_each("cache_loss+smooth", "decay", 0.5, 0.7, 0.8),
+    *_each("oracle+smooth", "decay", 0.5, 0.7, 0.8),
+]
+
 # A run this short needs more of λ than the paper's 10,000 steps.
 DEMO_ROWS: list[Settings] = [
     {"variant": "vanilla"},
@@ -67,6 +102,11 @@ GRIDS: dict[str, Settings] = {
     "cpu-small": {"preset": "cpu-small", "rows": PAPER_ROWS},
     "cpu-medium": {"preset": "cpu-medium", "rows": PAPER_ROWS},
     "ablations": {"preset": "cpu-small", "rows": ABLATION_ROWS},
+    "frontier": {
+        "preset": "cpu-small",
+        "train": {"steps": 300, "warmup": 30, "eval_every": 300},
+        "rows": FRONTIER_ROWS,
+    },
     "demo": {"preset": "demo", "rows": DEMO_ROWS},
 }
 

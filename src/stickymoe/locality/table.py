@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Integer, Shaped
 
-from stickymoe.errors import DataError
+from stickymoe.errors import DataError, require
 
 BLOCK = 1 << 22  # elements looked at at a time, so that a table larger than memory never sits in it
 
@@ -87,6 +87,18 @@ class RouteTable:
     @property
     def top_k(self) -> int:
         return int(self.S.shape[3])
+
+    def by_tensor(self, share_block: int) -> RouteTable:
+        """The same routes, each expert named by its weights: expert e of layer ℓ is ⌊ℓ/K⌋·N + e.
+
+        Blocks of K = `share_block` layers share their experts, so a shared tensor is one name, and one cache entry
+        when a cache serves several layers, as in decode order.
+        """
+        require(self.n_layers % share_block == 0, "share_block", share_block, f"a divisor of {self.n_layers} layers")
+        pool = np.arange(self.n_layers) // share_block
+        n_experts = (self.n_layers // share_block) * self.n_experts
+        S = self.S + (pool * self.n_experts)[:, None, None, None]
+        return replace(self, S=S.astype(index_dtype(n_experts)), n_experts=n_experts)
 
     @cached_property
     def pairs(self) -> Bool[np.ndarray, "B steps"]:

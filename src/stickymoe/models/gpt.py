@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -75,7 +75,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, router: Router | None, fast: bool) -> None:
+    def __init__(self, config: ModelConfig, router: Router | None, fast: bool, below: Experts | None) -> None:
+        """`below` are the experts of the layer below, if this one uses the same."""
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.d_model)
         self.attention = Attention(config.d_model, config.n_heads)
@@ -84,7 +85,8 @@ class Block(nn.Module):
         if router is None:
             self.ffn = FeedForward(config.d_model, config.top_k * config.d_ff)
         else:
-            self.ffn = MoE(router, Experts(config.n_experts, config.d_model, config.d_ff, fast=fast))
+            experts = below or Experts(config.pool_size, config.d_model, config.d_ff, fast=fast)
+            self.ffn = MoE(router, experts, shared=below is not None)
 
 
 class GPT(nn.Module):
@@ -106,7 +108,11 @@ class GPT(nn.Module):
         self.fast = fast
         self.token_embedding = nn.Embedding(vocab_size, config.d_model)
         self.position_embedding = nn.Embedding(config.seq_len, config.d_model)
-        self.blocks = nn.ModuleList(Block(config, make_router(layer), fast) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList()
+        for layer in range(config.n_layers):
+            below = self.blocks[-1].ffn if layer % config.layers_per_pool else None
+            shared = below.experts if isinstance(below, MoE) else None
+            self.blocks.append(Block(config, make_router(layer), fast, shared))
         self.final_norm = nn.LayerNorm(config.d_model)
         self._initialise()
 
@@ -127,11 +133,12 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         doc: Int[Tensor, "B T"] | None = None,
         cache: DecodeCache | None = None,
+        boundary: Bool[Tensor, "B T"] | None = None,
     ) -> Output:
         """One pass over `tokens`, which continue those in `cache`; the cache is brought up to date in place.
 
         `mask` marks real tokens, which come first in a row; `doc` keeps attention, positions and routing inside
-        documents. Targets of −100 do not count.
+        documents; `boundary` marks the first tokens of sentences. Targets of −100 do not count.
         """
         position = self._positions(tokens, doc, cache)
         attention_mask = _attention_mask(tokens, doc, cache)
@@ -145,7 +152,7 @@ class GPT(nn.Module):
             h = block.ffn_norm(x)
             state: State = {}
             if isinstance(block.ffn, MoE):
-                seen = RouterInput(h=h, attended=attended, tokens=tokens, position=position, doc=doc)
+                seen = RouterInput(h, attended, tokens, position, doc, boundary)
                 y, routing = block.ffn(seen, past.router if past is not None else None)
                 routed.append(routing)
                 state = routing.state
@@ -159,7 +166,8 @@ class GPT(nn.Module):
             if doc is not None:
                 cache.doc = doc if cache.doc is None else torch.cat([cache.doc, doc], dim=1)
 
-        trace = _stack(routed, torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask, doc)
+        mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        trace = _stack(routed, mask, doc, boundary)
         x = self.final_norm(x)
         if targets is None:
             return Output(loss=None, logits=F.linear(x, self.token_embedding.weight), trace=trace)
@@ -185,7 +193,7 @@ class GPT(nn.Module):
         return position
 
 
-def _stack(routed: list[Routing], mask: Tensor, doc: Tensor | None) -> RoutingTrace | None:
+def _stack(routed: list[Routing], mask: Tensor, doc: Tensor | None, boundary: Tensor | None) -> RoutingTrace | None:
     """The layers' routings as one trace; None where nothing was routed."""
     if not routed:
         return None
@@ -195,6 +203,7 @@ def _stack(routed: list[Routing], mask: Tensor, doc: Tensor | None) -> RoutingTr
         S=torch.stack([r.S for r in routed]),
         mask=mask,
         doc=doc,
+        boundary=boundary,
         g_gate=torch.stack(gate_only) if gate_only else None,
     )
 

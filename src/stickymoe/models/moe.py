@@ -141,12 +141,17 @@ def _groups(counts: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 class MoE(nn.Module):
-    """A router and its experts."""
+    """A router and its experts, or those of an earlier layer: `shared` ones are used here, counted and saved there."""
 
-    def __init__(self, router: Router, experts: Experts) -> None:
+    experts: Experts
+
+    def __init__(self, router: Router, experts: Experts, *, shared: bool = False) -> None:
         super().__init__()
         self.router = router
-        self.experts = experts
+        if shared:
+            self.__dict__["experts"] = experts  # past nn.Module, which would own it
+        else:
+            self.experts = experts
 
     def forward(self, x: RouterInput, state: State | None) -> tuple[Float[Tensor, "B T d"], Routing]:
         routing = self.router(x, state)

@@ -7,23 +7,31 @@ A pair of tokens counts only if both are real and in the same document.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from stickymoe.errors import require
+from stickymoe.routing import kernels
 from stickymoe.routing.trace import RoutingTrace, document_positions
+
+_SMALL = 1e-6  # keeps logarithms finite where a gate is 0 or 1
 
 
 @dataclass(frozen=True)
 class LossContext:
     """What a loss needs that one trace cannot carry.
 
-    `load` is the expert load f of the whole batch when the trace holds only a process's share of it.
+    `load` is the expert load f of the whole batch when the trace holds only a process's share of it. `share_block`
+    adjacent layers have the same expert weights.
     """
 
     load: Float[Tensor, "L N"] | None = None
+    share_block: int = 1
 
 
 def expert_load(trace: RoutingTrace) -> Float[Tensor, "L N"]:
@@ -43,8 +51,12 @@ def balance_by_layer(trace: RoutingTrace, *, load: Float[Tensor, "L N"] | None =
 
 def consistency_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
     """eq:cons_loss. Mean of ‖g_t − g_{t−1}‖² over the valid pairs of the whole batch."""
-    pairs = trace.pairs
     step = (trace.g[:, :, 1:] - trace.g[:, :, :-1]).square().sum(-1)  # [L, B, T-1]
+    return _pair_mean(trace, step)
+
+
+def _pair_mean(trace: RoutingTrace, step: Float[Tensor, "L B steps"]) -> Float[Tensor, " L"]:
+    pairs = trace.pairs
     return torch.where(pairs, step, 0.0).sum((1, 2)) / pairs.sum().clamp(min=1)
 
 
@@ -65,6 +77,118 @@ def anchor_by_layer(trace: RoutingTrace, *, window: int, anchor_gradient: bool =
     valid = trace.mask & trace.mask.gather(1, s)
     ramp = offset / window
     return torch.where(valid, ramp * radius, 0.0).sum((1, 2)) / trace.mask.sum().clamp(min=1)
+
+
+def cross_layer_loss(trace: RoutingTrace, *, share_block: int | None = None) -> Float[Tensor, ""]:
+    """eq:cross_loss. Σ_ℓ ‖g^(ℓ) − g^(ℓ+1)‖² over adjacent layers, mean over real tokens.
+
+    With `share_block` only pairs inside a block of so many layers count: the others share no weights.
+    """
+    step = (trace.g[1:] - trace.g[:-1]).square().sum(-1)  # [L-1, B, T]
+    counted: Tensor = trace.mask
+    if share_block is not None:
+        upper = torch.arange(1, len(trace.g), device=step.device)
+        counted = counted & (upper % share_block != 0)[:, None, None]
+    return torch.where(counted, step, 0.0).sum() / trace.mask.sum().clamp(min=1)
+
+
+def boundary_by_layer(trace: RoutingTrace, *, across: float) -> Float[Tensor, " L"]:
+    """Σ ω·‖g_t − g_t−1‖² / Σ ω over pairs; ω = `across` where t begins a sentence or paragraph, 1 elsewhere.
+
+    What is released at the ends is thereby laid on the pairs inside. Without flags it is eq:cons_loss.
+    """
+    if trace.boundary is None:
+        return consistency_by_layer(trace)
+    step = (trace.g[:, :, 1:] - trace.g[:, :, :-1]).square().sum(-1)
+    omega = torch.where(trace.pairs, torch.where(trace.boundary[:, 1:], across, 1.0), 0.0)
+    return (omega * step).sum((1, 2)) / omega.sum().clamp(min=_SMALL)
+
+
+def grouped_by_layer(trace: RoutingTrace, *, groups: int, inside: float) -> Float[Tensor, " L"]:
+    """(1−δ)·‖G_t − G_t−1‖² + δ·‖g_t − g_t−1‖², mean over pairs; G sums g over a group, δ = `inside`.
+
+    A switch between one-hot gates costs 2 from group to group and 2δ inside one.
+    """
+    N = trace.g.shape[-1]
+    require(groups <= N, "variant.groups", groups, f"at most the {N} experts")
+    group = torch.arange(N, device=trace.g.device) * groups // N
+    G = trace.g.new_zeros(*trace.g.shape[:-1], groups).index_add(-1, group, trace.g)
+    of_groups = (G[:, :, 1:] - G[:, :, :-1]).square().sum(-1)
+    of_experts = (trace.g[:, :, 1:] - trace.g[:, :, :-1]).square().sum(-1)
+    return _pair_mean(trace, (1 - inside) * of_groups + inside * of_experts)
+
+
+def dot_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
+    """1 − ⟨g_t, g_t−1⟩, mean over pairs."""
+    return _pair_mean(trace, 1 - (trace.g[:, :, 1:] * trace.g[:, :, :-1]).sum(-1))
+
+
+def replacement_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
+    """r_t·‖g_t − g_t−1‖₁, mean over pairs; r_t = |S_t ∖ S_t−1| / k, without gradient (BlES)."""
+    chosen = torch.zeros_like(trace.g, dtype=torch.bool).scatter_(-1, trace.S, True)
+    replaced = (chosen[:, :, 1:] & ~chosen[:, :, :-1]).sum(-1).to(trace.g.dtype) / trace.S.shape[-1]
+    return _pair_mean(trace, replaced * (trace.g[:, :, 1:] - trace.g[:, :, :-1]).abs().sum(-1))
+
+
+def adjacent_entropy_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
+    """BCE(g_t, g_t−1), mean over experts and pairs; the earlier token is the fixed target (BlockFFN)."""
+    g, target = trace.g[:, :, 1:], trace.g[:, :, :-1].detach()
+    active, idle = g.clamp(min=_SMALL).log(), (1 - g).clamp(min=_SMALL).log()
+    return _pair_mean(trace, -(target * active + (1 - target) * idle).mean(-1))
+
+
+def chunk_by_layer(trace: RoutingTrace, *, window: int) -> Float[Tensor, " L"]:
+    """1 − Π_t (1 − g_t)^k, mean over experts and chunks of W tokens: the share of experts a chunk calls (BlockFFN).
+
+    Chunks are counted from the start of the document; those without a real token do not count.
+    """
+    require(window >= 1, "window", window, "a whole number ≥ 1")
+    L, B, T, N = trace.g.shape
+    position = document_positions(trace.doc, B, T).to(trace.g.device)
+    chunk = (position % window == 0).cumsum(1) - 1  # [B, T]
+    stays_out = trace.S.shape[-1] * (1 - trace.g).clamp(min=_SMALL).log()
+    stays_out = torch.where(trace.mask[..., None], stays_out, 0.0)
+    index = chunk[None, ..., None].expand(L, B, T, N)
+    called = 1 - torch.zeros_like(trace.g).scatter_add(2, index, stays_out).exp()  # no more chunks than tokens
+    n_chunks = torch.zeros_like(chunk).scatter_add(1, chunk, trace.mask.long()).gt(0).sum()
+    return called.mean(-1).sum((1, 2)) / n_chunks.clamp(min=1)
+
+
+def expected_misses_by_layer(trace: RoutingTrace, *, capacity: int) -> Float[Tensor, " L"]:
+    """Σ_i a_i, mean over real tokens: the misses of a soft cache that holds the share m_i of expert i, Σ m ≤ C.
+
+    u = min(1, k·g),  a = u·(1−m),  m ← m + a − e;  e makes room for what exceeds C, in proportion to m·(1−u).
+    The cache is empty at the start of a document.
+    """
+    k = trace.S.shape[-1]
+    require(capacity >= k, "variant.slots", capacity, f"at least the {k} experts of a token")
+    _, B, T, _ = trace.g.shape
+    start = document_positions(trace.doc, B, T).to(trace.g.device) == 0
+    use = (k * trace.g).clamp(max=1)
+    misses: Tensor = _SoftCache.apply(use, trace.mask, start, capacity)  # type: ignore[no-untyped-call]
+    return misses.sum((1, 2, 3)) / trace.mask.sum().clamp(min=1)
+
+
+class _SoftCache(torch.autograd.Function):
+    """The misses a [L, B, T, N] of `kernels.soft_cache`, layers taken as further sequences."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Tensor, mask: Bool[Tensor, "B T"], start: Bool[Tensor, "B T"], capacity: int) -> Tensor:
+        u = use.detach().flatten(0, 1).cpu().contiguous().numpy()
+        valid, starts = (np.tile(x.cpu().numpy(), (len(use), 1)) for x in (mask, start))
+        held, misses = np.empty_like(u), np.empty_like(u)
+        kernels.soft_cache(u, valid, starts, float(capacity), held, misses)
+        ctx.kept = (u, valid, starts, float(capacity), held)
+        return torch.from_numpy(misses).view(use.shape).to(use.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        du = np.empty_like(ctx.kept[0])
+        u, valid, starts, capacity, held = ctx.kept
+        by_misses = grad.flatten(0, 1).cpu().contiguous().numpy()
+        kernels.soft_cache_backward(by_misses, u, valid, starts, capacity, held, du)
+        return torch.from_numpy(du).view(grad.shape).to(grad.device), None, None, None
 
 
 def balance_loss(trace: RoutingTrace) -> Float[Tensor, ""]:

@@ -1,8 +1,8 @@
 """Routers: what they read, how they choose, and what decoding must remember.
 
-A router is a gate between two exchangeable parts: a `Source` says what the gate reads, a `Choice` turns its logits
-into gate probabilities and experts. Both work on a whole sequence or on its continuation, token by token, with the
-same outcome: `state` carries across calls what the next tokens need, and starts as None.
+A router is a gate among three exchangeable parts: a `Source` says what the gate reads, a `Filter` what becomes of its
+logits, a `Choice` turns them into gate probabilities and experts. All work on a whole sequence or on its continuation,
+token by token, with the same outcome: `state` carries across calls what the next tokens need, and starts as None.
 
 B sequences, T tokens, d width, N experts, k experts per token.
 """
@@ -27,7 +27,8 @@ class RouterInput:
     """What a router may look at.
 
     `h` is the normalised hidden state the experts get, `attended` the attended values before the output projection
-    of the preceding attention, `position` the place in the document. `doc` is None for a flat stream.
+    of the preceding attention, `position` the place in the document. `doc` is None for a flat stream. `boundary` marks
+    the first token of a sentence or paragraph, where that is known.
     """
 
     h: Float[Tensor, "B T d"]
@@ -35,6 +36,7 @@ class RouterInput:
     tokens: Int[Tensor, "B T"]
     position: Int[Tensor, "B T"]
     doc: Int[Tensor, "B T"] | None = None
+    boundary: Bool[Tensor, "B T"] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,15 @@ class Source(Protocol):
     """What the gate reads."""
 
     def __call__(self, x: RouterInput, state: State) -> tuple[Float[Tensor, "B T d"], State]: ...
+
+
+@runtime_checkable
+class Filter(Protocol):
+    """What becomes of the logits before the choice."""
+
+    def __call__(
+        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[Tensor, "B T N"], State]: ...
 
 
 @runtime_checkable
@@ -123,8 +134,17 @@ class HardWindow:
         return seen[:, W : W + T] - seen.gather(1, index) > 0
 
 
+class Unfiltered:
+    """The logits as they are."""
+
+    def __call__(
+        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[Tensor, "B T N"], State]:
+        return logits, {}
+
+
 class Router(nn.Module):
-    """eq:gate. `g = choice(W_g · source)`, in fp32 whatever the model computes in."""
+    """eq:gate. `g = choice(filter(W_g · source))`, in fp32 whatever the model computes in."""
 
     def __init__(
         self,
@@ -133,6 +153,7 @@ class Router(nn.Module):
         top_k: int,
         *,
         source: Source | None = None,
+        filter: Filter | None = None,
         choice: Choice | None = None,
         gate_only: bool = False,
     ) -> None:
@@ -140,6 +161,7 @@ class Router(nn.Module):
         self.gate = nn.Linear(d_model, n_experts, bias=False)
         self.top_k = top_k
         self.source = source or Hidden()
+        self.filter = filter or Unfiltered()
         self.choice = choice or TopK()
         self.gate_only = gate_only
 
@@ -150,8 +172,11 @@ class Router(nn.Module):
         with torch.autocast(features.device.type, enabled=False):
             W_g = self.gate.weight.to(torch.promote_types(self.gate.weight.dtype, torch.float32))
             features = features.to(W_g.dtype)
-            g, S, choice_state = self.choice(F.linear(features, W_g), self.top_k, x, state)
+            logits, filter_state = self.filter(F.linear(features, W_g), x, state)
+            g, S, choice_state = self.choice(logits, self.top_k, x, state)
             g_gate = None
             if self.gate_only:
-                g_gate, _, _ = self.choice(F.linear(features.detach(), W_g), self.top_k, x, state)
-        return Routing(g=g, S=S, w=combine_weights(g, S), state={**source_state, **choice_state}, g_gate=g_gate)
+                logits, _ = self.filter(F.linear(features.detach(), W_g), x, state)
+                g_gate, _, _ = self.choice(logits, self.top_k, x, state)
+        remembered = {**source_state, **filter_state, **choice_state}
+        return Routing(g=g, S=S, w=combine_weights(g, S), state=remembered, g_gate=g_gate)

@@ -32,8 +32,8 @@ class RoutingTrace:
     """Gate probabilities `g` with gradient and chosen experts `S`, heaviest first.
 
     `mask` marks real tokens. `doc` numbers the documents of a packed row: nothing couples tokens across a border.
-    `boundary` marks the last token of a sentence or paragraph. `g_gate` has the values of `g`, but its gradient reaches
-    the gates' weights alone.
+    `boundary` marks the first token of a sentence or paragraph. `g_gate` has the values of `g`, but its gradient
+    reaches the gates' weights alone.
     """
 
     g: Float[Tensor, "L B T N"]

@@ -49,6 +49,8 @@ class ModelConfig:
         top_k: experts per token k
         d_ff: width of one expert
         seq_len: tokens per sequence T
+        share_block: layers that share one set of experts; 1 for none, n_layers for one set in all
+        universal: one pool of n_experts × n_layers that every layer routes over
     """
 
     d_model: int = 128
@@ -58,11 +60,13 @@ class ModelConfig:
     top_k: int = 2
     d_ff: int = 512
     seq_len: int = 256
+    share_block: int = 1
+    universal: bool = False
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            require(value >= 1, f"model.{f.name}", value, "a whole number ≥ 1")
+            require(f.type is bool or value >= 1, f"model.{f.name}", value, "a whole number ≥ 1")
         require(self.top_k <= self.n_experts, "model.top_k", self.top_k, f"at most n_experts={self.n_experts}")
         require(
             self.d_model % self.n_heads == 0,
@@ -70,6 +74,23 @@ class ModelConfig:
             self.n_heads,
             f"a divisor of d_model={self.d_model}",
         )
+        require(
+            self.n_layers % self.share_block == 0,
+            "model.share_block",
+            self.share_block,
+            f"a divisor of n_layers={self.n_layers}",
+        )
+        require(not self.universal or self.share_block == 1, "model.share_block", self.share_block, "1 if universal")
+
+    @property
+    def pool_size(self) -> int:
+        """Experts that a router chooses from."""
+        return self.n_experts * self.n_layers if self.universal else self.n_experts
+
+    @property
+    def layers_per_pool(self) -> int:
+        """Adjacent layers that use the same expert weights."""
+        return self.n_layers if self.universal else self.share_block
 
 
 @dataclass(frozen=True)
@@ -176,10 +197,11 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain nested settings; `from_dict` is the inverse."""
+        hyper = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self.variant).items()}
         return {
             "data": dataclasses.asdict(self.data),
             "model": dataclasses.asdict(self.model),
-            "variant": {"name": self.variant.name, **dataclasses.asdict(self.variant)},
+            "variant": {"name": self.variant.name, **hyper},
             "train": dataclasses.asdict(self.train),
             "eval": {**dataclasses.asdict(self.eval), "capacities": list(self.eval.capacities)},
             "seed": self.seed,
@@ -188,7 +210,7 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """From complete, well-typed settings: a parsed command line or `as_dict`."""
-        variant = dict(values["variant"])
+        variant: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values["variant"].items()}
         return cls(
             data=DataConfig(**values["data"]),
             model=ModelConfig(**values["model"]),

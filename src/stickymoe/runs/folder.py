@@ -32,17 +32,24 @@ NUMERICS_VERSION = 1  # raised when the same config and data come to give other 
 # Settings that move or time a run without touching its numbers.
 NOT_IN_ID = {("data", "path"), ("data", "cache_dir"), ("data", "corpus"), ("train", "checkpoint_every")}
 
+# Settings that came later, and what runs before them had: named only where they differ, so that ids stay.
+ADDED: dict[tuple[str, str], Any] = {("model", "share_block"): 1, ("model", "universal"): False}
+
 
 def run_id(config: RunConfig, data_fingerprint: str) -> str:
     """Names a run by what decides its numbers: settings without paths, data, numerics version."""
     settings = {
-        section: {k: v for k, v in values.items() if (section, k) not in NOT_IN_ID}
+        section: {k: v for k, v in values.items() if _names_a_run((section, k), v)}
         if isinstance(values, dict)
         else values
         for section, values in config.as_dict().items()
     }
     decides = {"config": _floats(settings), "data": data_fingerprint, "numerics": NUMERICS_VERSION}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _names_a_run(key: tuple[str, str], value: Any) -> bool:
+    return key not in NOT_IN_ID and not (key in ADDED and value == ADDED[key])
 
 
 def _floats(value: Any) -> Any:

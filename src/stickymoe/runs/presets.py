@@ -58,6 +58,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "cpu-small": {"model": _SMALL, **_CPU},
     "cpu-medium": {"model": _MEDIUM, **_CPU},
+    # Nearer to real models: a cache of 4 holds twice the active experts of 16. As many active weights as cpu-small.
+    "cpu-16": {"model": {**_SMALL, "n_experts": 16}, **_CPU, "eval": {"capacities": [2, 3, 4]}},
     "paper-small": {"model": _SMALL, **_PAPER},
     "paper-medium": {"model": _MEDIUM, **_PAPER},
 }

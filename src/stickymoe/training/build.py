@@ -23,6 +23,6 @@ def build_model(config: RunConfig, vocab_size: int) -> GPT:
         c,
         vocab_size,
         lambda layer: config.variant.router(
-            RouterSite(layer=layer, d_model=c.d_model, n_experts=c.n_experts, top_k=c.top_k)
+            RouterSite(layer=layer, d_model=c.d_model, n_experts=c.pool_size, top_k=c.top_k)
         ),
     )

@@ -56,22 +56,24 @@ def evaluate(
     recorder: _Recorder | None = None
     terms = config.variant.phases()[-1].terms if terms is None else terms
     losses = dict.fromkeys((term.symbol for term in terms), 0.0)
+    context = LossContext(share_block=config.model.layers_per_pool)
     row = 0
     for batch in eval_batches(split, seq_len=T, batch_size=config.eval.batch_size, documents=config.data.documents):
         counted = batch.targets != NO_TARGET
-        doc = None if batch.doc is None else batch.doc.to(device)
-        out = model(batch.tokens.to(device), batch.targets.to(device), mask=batch.mask.to(device), doc=doc)
+        doc, boundary = (None if x is None else x.to(device) for x in (batch.doc, batch.boundary))
+        tokens, targets, mask = (x.to(device) for x in (batch.tokens, batch.targets, batch.mask))
+        out = model(tokens, targets, mask=mask, doc=doc, boundary=boundary)
         n = int(counted.sum())
         nats += float(out.loss) * n if n else 0.0
         n_targets += n
         n_bytes += int(token_bytes[batch.targets[counted].numpy()].sum())
         if out.trace is not None:
             if recorder is None:
-                N = config.model.n_experts
+                N = config.model.pool_size
                 recorder = _Recorder((out.trace.g.shape[0], n_chunks, T, k), N, doc is not None)
             recorder.add(row, batch.tokens, out.trace)
             for term in terms:
-                losses[term.symbol] += float(term.fn(out.trace, LossContext()).mean()) * int(batch.mask.sum())
+                losses[term.symbol] += float(term.fn(out.trace, context).mean()) * int(batch.mask.sum())
         row += len(batch.tokens)
 
     if n_targets == 0:

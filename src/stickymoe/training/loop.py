@@ -226,7 +226,7 @@ class _Run:
                 index = self.progress.step
                 for group in prepared.param_groups:
                     group["lr"] = span.phase.lr or learning_rate(index, config)
-                values = self._step(model, prepared, span.phase, index)
+                values = self._step(model, prepared, span, index)
                 step = index + 1
                 self.progress = replace(self.progress, step=step)
                 clock.tick()
@@ -251,8 +251,8 @@ class _Run:
         accelerator.free_memory(model, prepared)
         return evaluation if self.progress.step == total else None
 
-    def _step(self, model: nn.Module, optimiser: torch.optim.Optimizer, phase: Phase, step: int) -> dict[str, float]:
-        """eq:total_loss, eq:total_loss_softhard, eq:base. One update from L = L_CE + Σ weight · term."""
+    def _step(self, model: nn.Module, optimiser: torch.optim.Optimizer, span: Span, step: int) -> dict[str, float]:
+        """eq:total_loss, eq:total_loss_softhard, eq:full_loss, eq:base. One update from L = L_CE + Σ weight · term."""
         accelerator, accumulate = self.accelerator, self.config.train.accumulate
         world = accelerator.num_processes
         batches = [
@@ -260,20 +260,21 @@ class _Run:
             for micro in range(accumulate)
         ]
         shares = self._shares(batches)
+        done = (step - span.first) / (span.last - span.first)
         sums: dict[str, Tensor] = {}
         for micro, (batch, share) in enumerate(zip(batches, shares, strict=True)):
             tokens, targets = batch.tokens.to(accelerator.device), batch.targets.to(accelerator.device)
-            doc = None if batch.doc is None else batch.doc.to(accelerator.device)
+            doc, boundary = (None if x is None else x.to(accelerator.device) for x in (batch.doc, batch.boundary))
             last = micro == accumulate - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(model):
-                out = model(tokens, targets, mask=batch.mask.to(accelerator.device), doc=doc)
+                out = model(tokens, targets, mask=batch.mask.to(accelerator.device), doc=doc, boundary=boundary)
                 loss = out.loss
                 parts = {"ce": out.loss}
                 if out.trace is not None:
                     context = self._context(out.trace)
-                    for term in phase.terms:
+                    for term in span.phase.terms:
                         value = term.fn(out.trace, context)
-                        loss = loss + (term.weight * value).mean()
+                        loss = loss + term.weighed(value, done)
                         parts[term.symbol] = value.mean()
                     parts["switch_rate"] = _switch_rate(out.trace)
                 accelerator.backward(loss * share)
@@ -313,9 +314,10 @@ class _Run:
 
     def _context(self, trace: RoutingTrace) -> LossContext:
         """f of the whole batch, so that L_bal over several processes is the one over all their tokens."""
-        if self.accelerator.num_processes == 1:
-            return LossContext()
-        return LossContext(load=self.accelerator.reduce(expert_load(trace), reduction="mean"))
+        load = None
+        if self.accelerator.num_processes > 1:
+            load = self.accelerator.reduce(expert_load(trace), reduction="mean")
+        return LossContext(load=load, share_block=self.config.model.layers_per_pool)
 
     def _evaluate(self, phase: Phase, *, log: bool = True) -> Evaluation | None:
         """Measure the model on the validation split, in the main process."""

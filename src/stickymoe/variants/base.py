@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stickymoe.routing.losses import LossContext
-    from stickymoe.routing.routers import Router
+    from stickymoe.routing.routers import Choice, Filter, Router, Source
     from stickymoe.routing.trace import RoutingTrace
 
 
@@ -35,12 +35,24 @@ class RouterSite:
 class Term:
     """One summand `weight · fn(trace, context)` of the training loss.
 
-    `fn` answers one value per layer, whose mean counts, or a scalar.
+    `fn` answers one value per layer, whose mean counts, or a scalar. `layers` are factors on the layers' values; the
+    weight rises to its full size over the share `warmup` of the phase.
     """
 
     symbol: str
     weight: float
     fn: "Callable[[RoutingTrace, LossContext], Tensor]"
+    layers: tuple[float, ...] = ()
+    warmup: float = 0.0
+
+    def weighed(self, value: "Tensor", done: float = 1.0) -> "Tensor":
+        """The summand of `value` = fn(…), when the share `done` of the phase is over."""
+        if self.layers:
+            expected = f"{value.numel()} factors, one per layer" if value.ndim else f"none: {self.symbol} has no layers"
+            require(value.shape == (len(self.layers),), "variant.layers", self.layers, expected)
+            value = value * value.new_tensor(self.layers)
+        rise = min(done / self.warmup, 1.0) if self.warmup else 1.0
+        return (rise * self.weight * value).mean()
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,7 @@ class Phase:
 
 
 def hyper(default: Any, symbol: str, *, always: bool = True) -> Any:
-    """A hyper-parameter with the paper's symbol, shown in labels: always, or only when it is not the default."""
+    """A hyper-parameter with its symbol, the paper's if it has one, in labels: always, or if it is not the default."""
     return dataclasses.field(default=default, metadata={"symbol": symbol, "always": always})
 
 
@@ -69,6 +81,10 @@ class Variant:
 
     name: ClassVar[str]
     equation: ClassVar[str]
+    acts_on_terms: ClassVar[bool] = False  # whether `terms` changes those of the variants it is combined with
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be used."""
 
     def router(self, site: RouterSite) -> "Router | None":
         """The router of one layer; None stands for a dense layer of the same active width."""
@@ -92,13 +108,13 @@ class Variant:
         parts = [self.name]
         for f, value in self.shown():
             symbol = f.metadata.get("symbol", f.name)
-            parts.append(symbol if isinstance(value, bool) else f"{symbol}={value:g}")
+            parts.append(symbol if isinstance(value, bool) else f"{symbol}={_text(value, ',')}")
         return " ".join(parts)
 
     @property
     def key(self) -> str:
         """`soft-lam0.1`: the label in plain letters, for file names."""
-        return "-".join([self.name, *(f"{f.name}{value:g}" for f, value in self.shown())])
+        return "-".join([self.name, *(f"{f.name}{_text(value, '_')}" for f, value in self.shown())])
 
     def shown(self) -> list[tuple[dataclasses.Field[Any], Any]]:
         """The hyper-parameters that tell this variant from its kin, with their fields."""
@@ -106,9 +122,47 @@ class Variant:
         return [(f, value) for f, value in values if f.metadata.get("always") or value != f.default]
 
 
+def _text(value: float | tuple[float, ...], comma: str) -> str:
+    return comma.join(f"{x:g}" for x in value) if isinstance(value, tuple) else f"{value:g}"
+
+
 @dataclass(frozen=True)
-class Routed(Variant):
-    """A mixture of experts: a standard top-k router and the load-balancing loss, unless a subclass says otherwise.
+class Gated(Variant):
+    """A mixture of experts whose router is made of parts: each None is the standard one, unless a subclass differs."""
+
+    def source(self, site: RouterSite) -> "Source | None":
+        """What the gate reads."""
+        return None
+
+    def filter(self, site: RouterSite) -> "Filter | None":
+        """What becomes of the gate's logits."""
+        return None
+
+    def choice(self, site: RouterSite) -> "Choice | None":
+        """How the logits become experts."""
+        return None
+
+    def gates_alone(self) -> bool:
+        """Whether a term asks for gates whose gradient reaches no hidden state."""
+        return False
+
+    def router(self, site: RouterSite) -> "Router":
+        from stickymoe.routing.routers import Router
+
+        return Router(
+            site.d_model,
+            site.n_experts,
+            site.top_k,
+            source=self.source(site),
+            filter=self.filter(site),
+            choice=self.choice(site),
+            gate_only=self.gates_alone(),
+        )
+
+
+@dataclass(frozen=True)
+class Routed(Gated):
+    """A mixture of experts with the load-balancing loss.
 
     Args:
         mu: weight μ of the load-balancing loss
@@ -117,17 +171,14 @@ class Routed(Variant):
     mu: float = hyper(0.01, "μ", always=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_weight("mu", self.mu)
-
-    def router(self, site: RouterSite) -> "Router":
-        from stickymoe.routing.routers import Router
-
-        return Router(site.d_model, site.n_experts, site.top_k)
 
     def terms(self) -> tuple[Term, ...]:
         from stickymoe.routing.losses import balance_by_layer
 
-        return (Term("bal", self.mu, lambda trace, ctx: balance_by_layer(trace, load=ctx.load)),)
+        balance = Term("bal", self.mu, lambda trace, ctx: balance_by_layer(trace, load=ctx.load))
+        return (*super().terms(), balance)
 
 
 def require_weight(key: str, value: float) -> None:
@@ -137,6 +188,11 @@ def require_weight(key: str, value: float) -> None:
 
 def require_window(key: str, value: int) -> None:
     require(type(value) is int and value >= 1, f"variant.{key}", value, "a whole number ≥ 1")
+
+
+def require_share(key: str, value: float, *, below_one: bool = False) -> None:
+    ok = isinstance(value, int | float) and 0 <= value <= 1 and not (below_one and value == 1)
+    require(ok, f"variant.{key}", value, f"a number in [0, 1{')' if below_one else ']'}")
 
 
 _REGISTRY: dict[str, type[Variant]] = {}
@@ -151,6 +207,11 @@ def register(cls: type[Variant]) -> type[Variant]:
 
 
 def variant_class(name: str) -> type[Variant]:
+    """The variant of that name; `smooth+soft` has the parts, terms and hyper-parameters of both."""
+    if "+" in name:
+        from stickymoe.variants.compose import combined
+
+        return combined(tuple(sorted(name.split("+"))))
     if name not in _REGISTRY:
         raise ConfigError(unknown("variant", name, _REGISTRY))
     return _REGISTRY[name]

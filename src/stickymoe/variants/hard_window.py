@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from stickymoe.variants.base import Routed, RouterSite, hyper, register, require_weight, require_window
 
 if TYPE_CHECKING:
-    from stickymoe.routing.routers import Router
+    from stickymoe.routing.routers import Choice
 
 
 @register
@@ -31,7 +31,7 @@ class HardWindowVariant(Routed):
         require_window("window", self.window)
         require_weight("beta", self.beta)
 
-    def router(self, site: RouterSite) -> "Router":
-        from stickymoe.routing.routers import HardWindow, Router
+    def choice(self, site: RouterSite) -> "Choice":
+        from stickymoe.routing.routers import HardWindow
 
-        return Router(site.d_model, site.n_experts, site.top_k, choice=HardWindow(window=self.window, beta=self.beta))
+        return HardWindow(window=self.window, beta=self.beta)

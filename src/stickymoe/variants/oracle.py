@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from stickymoe.variants.base import Routed, RouterSite, register
 
 if TYPE_CHECKING:
-    from stickymoe.routing.routers import Router
+    from stickymoe.routing.routers import Source
 
 
 @register
@@ -21,7 +21,7 @@ class Oracle(Routed):
     name: ClassVar[str] = "oracle"
     equation: ClassVar[str] = "g = softmax(W_g·a_t),  a_t the attended values;  L = L_CE + μ·L_bal"
 
-    def router(self, site: RouterSite) -> "Router":
-        from stickymoe.routing.routers import Attended, Router
+    def source(self, site: RouterSite) -> "Source":
+        from stickymoe.routing.routers import Attended
 
-        return Router(site.d_model, site.n_experts, site.top_k, source=Attended())
+        return Attended()

@@ -3,13 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from stickymoe.variants.base import Routed, RouterSite, Term, hyper, register, require_weight
+from stickymoe.variants.base import Routed, Term, hyper, register, require_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stickymoe.routing.losses import LossContext
-    from stickymoe.routing.routers import Router
     from stickymoe.routing.trace import RoutingTrace
 
 
@@ -34,10 +33,8 @@ class Soft(Routed):
         super().__post_init__()
         require_weight("lam", self.lam)
 
-    def router(self, site: RouterSite) -> "Router":
-        from stickymoe.routing.routers import Router
-
-        return Router(site.d_model, site.n_experts, site.top_k, gate_only=self.gate_only)
+    def gates_alone(self) -> bool:
+        return self.gate_only
 
     def terms(self) -> tuple[Term, ...]:
         return (*super().terms(), Term("cons", self.lam, self._consistency))

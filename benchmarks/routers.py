@@ -1,0 +1,211 @@
+"""What a router costs: its own forward + backward, timed alone, over the vanilla training step and the decode step.
+
+    python benchmarks/routers.py                                   every variant; writes routers.json
+    python benchmarks/routers.py --only smooth,residency --rounds 3      a quick look without a record
+
+A variant's own work is all layers' routers and its loss terms on hidden states that are there already: 16×256 tokens
+with gradient in training, one token after a prefix of 128 in decoding. What it adds is its own work less vanilla's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import Timing, Work, race, serve, write_record
+
+HERE = Path(__file__)
+B, T, PREFIX, VOCAB = 16, 256, 128, 4096
+TOKENS_AT_ONCE = 50  # one decoded token is too short to be timed
+COMBINED = ("residency+smooth", "hysteresis+smooth", "smooth+soft")
+
+
+def config_of(a: argparse.Namespace, variant: str) -> Any:
+    from stickymoe.runs.config import ModelConfig, RunConfig
+    from stickymoe.variants import variant_class
+
+    return RunConfig(model=ModelConfig(n_experts=a.experts), variant=variant_class(variant)())
+
+
+def step(a: argparse.Namespace) -> Work:
+    """The vanilla training step, AdamW included."""
+    import torch
+
+    from stickymoe.routing.losses import balance_loss
+    from stickymoe.training.build import build_model
+    from stickymoe.training.optimiser import adamw
+
+    config = config_of(a, "vanilla")
+    model = build_model(config, VOCAB)
+    optimiser = adamw(list(model.named_parameters()), config.train)
+    tokens = torch.randint(0, VOCAB, (B, T + 1), generator=torch.Generator().manual_seed(0))
+
+    def work() -> None:
+        out = model(tokens[:, :-1], tokens[:, 1:].contiguous())
+        torch.autograd.backward(out.loss + 0.01 * balance_loss(out.trace))
+        optimiser.step()
+        optimiser.zero_grad()
+
+    return work
+
+
+def decode_step(a: argparse.Namespace) -> Work:
+    """Tokens decoded one by one by the vanilla model, after a prefix."""
+    import torch
+
+    from stickymoe.models.gpt import DecodeCache
+    from stickymoe.training.build import build_model
+
+    config = config_of(a, "vanilla")
+    model = build_model(config, VOCAB)
+    tokens = torch.randint(0, VOCAB, (1, PREFIX), generator=torch.Generator().manual_seed(0))
+    cache = DecodeCache.empty(config.model.n_layers)
+    with torch.no_grad():
+        model(tokens, cache=cache)
+
+    @torch.no_grad()
+    def work() -> None:
+        now = DecodeCache(layers=list(cache.layers), position=cache.position, doc=cache.doc)
+        for _ in range(TOKENS_AT_ONCE):
+            model(tokens[:, :1], cache=now)
+
+    return work
+
+
+def _routers(a: argparse.Namespace, variant: str) -> list[Any]:
+    import torch
+
+    from stickymoe.variants import RouterSite
+
+    torch.manual_seed(0)
+    config = config_of(a, variant)
+    c = config.model
+    sites = [RouterSite(layer, c.d_model, c.n_experts, c.top_k) for layer in range(c.n_layers)]
+    return [config.variant.router(site) for site in sites]
+
+
+def _inputs(rows: int, length: int, first: int = 0) -> Any:
+    import torch
+
+    from stickymoe.routing.routers import RouterInput
+
+    rng = torch.Generator().manual_seed(1)
+    h, attended = (torch.randn(rows, length, 128, generator=rng) for _ in range(2))
+    tokens = torch.randint(0, VOCAB, (rows, length), generator=rng)
+    position = torch.arange(first, first + length).expand(rows, length)
+    return RouterInput(h, attended, tokens, position, boundary=torch.rand(rows, length, generator=rng) < 0.04)
+
+
+def own_training(a: argparse.Namespace, variant: str) -> Work:
+    import torch
+
+    from stickymoe.models.gpt import _stack
+    from stickymoe.routing.losses import LossContext
+
+    routers, x = _routers(a, variant), _inputs(B, T)
+    x.h.requires_grad_()
+    x.attended.requires_grad_()
+    mask = torch.ones(B, T, dtype=torch.bool)
+    terms = config_of(a, variant).variant.phases()[-1].terms
+
+    def work() -> None:
+        routed = [router(x) for router in routers]
+        loss = torch.stack([routing.w[..., 0].sum() for routing in routed]).sum()
+        trace = _stack(routed, mask, None, x.boundary)
+        for term in terms:
+            loss = loss + term.weighed(term.fn(trace, LossContext()))
+        torch.autograd.backward(loss)
+
+    return work
+
+
+def own_decoding(a: argparse.Namespace, variant: str) -> Work:
+    import torch
+
+    routers = _routers(a, variant)
+    with torch.no_grad():
+        states = [router(_inputs(1, PREFIX)).state for router in routers]
+    tokens = [_inputs(1, 1, PREFIX + i) for i in range(TOKENS_AT_ONCE)]
+
+    @torch.no_grad()
+    def work() -> None:
+        now = list(states)
+        for x in tokens:
+            now = [router(x, state).state for router, state in zip(routers, now, strict=True)]
+
+    return work
+
+
+def contestant(name: str) -> Callable[[argparse.Namespace], Work]:
+    kind, _, variant = name.partition(" ")
+    if kind == "step":
+        return step
+    if kind == "decode":
+        return decode_step
+    own = own_training if kind == "training" else own_decoding
+    return lambda a: own(a, variant)
+
+
+def added(timings: list[Timing], whole: str, kind: str) -> dict[str, dict[str, float]]:
+    """Each variant's own seconds, and what it adds to `whole` over vanilla's own."""
+    median = {t.name: t.median for t in timings}
+    own = {name.removeprefix(f"{kind} "): s for name, s in median.items() if name.startswith(f"{kind} ")}
+    return {
+        variant: {
+            "own_s": round(seconds, 6),
+            "of_the_step": round(seconds / median[whole], 4),
+            "added": round((seconds - own["vanilla"]) / median[whole], 4),
+        }
+        for variant, seconds in own.items()
+    }
+
+
+def measure(a: argparse.Namespace, variants: list[str]) -> dict[str, Any]:
+    result: dict[str, Any] = {"experts": a.experts, "threads": a.threads, "batch": [B, T]}
+    for kind, whole, title in (("training", "step", "training"), ("decoding", "decode", "decoding")):
+        names = [whole, *(f"{kind} {variant}" for variant in variants)]
+        timings = race(HERE, names, threads=a.threads, rounds=a.rounds, arguments=("--experts", str(a.experts)))
+        table = added(timings, whole, kind)
+        print(f"\n{title}, {a.experts} experts: a step takes {timings[0].median * 1e3:.1f} ms ±{timings[0].spread:.1%}")
+        print(f"{'':24} {'own ms':>9} {'of the step':>12} {'added':>8}")
+        for variant, row in table.items():
+            print(f"{variant:24} {row['own_s'] * 1e3:9.2f} {row['of_the_step']:12.2%} {row['added']:+8.2%}", flush=True)
+        result[kind] = {"added": table, "timings": {t.name: t.as_dict() for t in timings}}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve")
+    parser.add_argument("--experts", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", help="variants, separated by commas, for a quick look without a record")
+    parser.add_argument("-o", "--out", type=Path, default=HERE.with_suffix(".json"))
+    a = parser.parse_args()
+    if a.serve:
+        from stickymoe.training import loop  # noqa: F401  imports are no part of the memory
+        from stickymoe.training.memory import keep_freed_memory
+
+        keep_freed_memory()
+        serve(lambda: contestant(a.serve)(a), warm_up=2)
+    elif a.only:
+        measure(a, ["vanilla", *(name for name in a.only.split(",") if name != "vanilla")])
+    else:
+        from stickymoe.variants import variant_names
+
+        routed = [name for name in variant_names() if name not in ("dense", "vanilla", "remoe")]
+        variants = ["vanilla", *routed, *COMBINED]
+        results = []
+        for a.experts in (4, 16):
+            results.append(measure(a, variants))
+        write_record(a.out, {"routers": results})
+
+
+if __name__ == "__main__":
+    main()

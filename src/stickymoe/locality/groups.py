@@ -1,0 +1,45 @@
+"""Experts that are loaded in groups: one group is one cache entry, and a switch inside it is free.
+
+L layers, B sequences, T tokens, N experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float, Integer
+
+from stickymoe.errors import require
+from stickymoe.locality.cache import Cache
+from stickymoe.locality.table import RouteTable
+
+
+def group_of(n_experts: int, groups: int) -> Integer[np.ndarray, " N"]:
+    """The group ⌊i·groups/N⌋ of every expert i, as the loss of the variant `grouped` has it."""
+    require(1 <= groups <= n_experts, "groups", groups, f"a whole number in 1 … {n_experts}")
+    return np.arange(n_experts) * groups // n_experts
+
+
+def group_switch_rate_by_layer(table: RouteTable, groups: int) -> Float[np.ndarray, " L"]:
+    """How often the group of the heaviest expert changes between adjacent tokens, pooled over pairs."""
+    group = group_of(table.n_experts, groups)[table.S[..., 0]]
+    n = table.pairs.sum()
+    changes = ((group[:, :, 1:] != group[:, :, :-1]) & table.pairs).sum((1, 2))
+    return np.asarray(changes / n if n else np.full(table.n_layers, np.nan))
+
+
+def group_misses_by_layer(table: RouteTable, groups: int, capacity: int) -> Float[np.ndarray, " L"]:
+    """Groups loaded per real token by an LRU cache of `capacity` groups, per sequence and document, cold."""
+    group = group_of(table.n_experts, groups)[table.S]
+    cold = np.zeros(table.mask.shape, np.bool_)
+    cold[:, 0] = True
+    if table.doc is not None:
+        cold[:, 1:] = table.doc[:, 1:] != table.doc[:, :-1]
+    misses = np.zeros(table.n_layers)
+    for layer, b in np.ndindex(group.shape[:2]):
+        cache = Cache(capacity=capacity)
+        for t in range(group.shape[2]):
+            if cold[b, t]:
+                cache = Cache(capacity=capacity)
+            if table.mask[b, t]:
+                misses[layer] += len(cache.request(list(dict.fromkeys(group[layer, b, t].tolist()))).loads)
+    return np.asarray(misses / table.mask.sum() if table.mask.any() else np.full(table.n_layers, np.nan))

@@ -1,0 +1,184 @@
+"""Compiled loops over tokens, where each token's outcome needs the one before. Tests hold them to plain loops.
+
+Arrays are [B, T, N] or [B, N] of one dtype; position 0 is the start of a document. What a sequence carries on is kept
+in the arrays' own precision, so that its pieces give the same bits as the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True)
+def average(x: Any, position: Any, before: Any, decay: float, out: Any) -> None:
+    """s_t = d·s_t−1 + (1−d)·x_t, and s_t = x_t at a start."""
+    B, T, N = x.shape
+    for b in range(B):
+        for t in range(T):
+            for i in range(N):
+                if position[b, t] == 0:
+                    out[b, t, i] = x[b, t, i]
+                else:
+                    last = before[b, i] if t == 0 else out[b, t - 1, i]
+                    out[b, t, i] = decay * last + (1.0 - decay) * x[b, t, i]
+
+
+@njit(cache=True)
+def average_backward(grad: Any, x: Any, position: Any, before: Any, decay: float, out: Any, dx: Any) -> float:
+    """Gradient of `average` by x, written to `dx`; answers the one by the decay."""
+    B, T, N = x.shape
+    by_decay = 0.0
+    for b in range(B):
+        for i in range(N):
+            ahead = 0.0  # by s_t, from all later tokens
+            for t in range(T - 1, -1, -1):
+                ahead += grad[b, t, i]
+                if position[b, t] == 0:
+                    dx[b, t, i] = ahead
+                    ahead = 0.0
+                else:
+                    last = before[b, i] if t == 0 else out[b, t - 1, i]
+                    dx[b, t, i] = (1.0 - decay) * ahead
+                    by_decay += ahead * (last - x[b, t, i])
+                    ahead *= decay
+    return by_decay
+
+
+@njit(cache=True)
+def _choose(scores: Any, k: int, chosen: Any) -> None:
+    """Mark the k best; of equal ones the lowest index."""
+    chosen[:] = False
+    for _ in range(k):
+        best = -1
+        for i in range(len(scores)):
+            if not chosen[i] and (best < 0 or scores[i] > scores[best]):
+                best = i
+        chosen[best] = True
+
+
+@njit(cache=True)
+def _heaviest(g: Any, among: Any, left: Any, S: Any) -> None:
+    """Name the most probable of the experts `among` which to choose, heaviest first; `left` is scratch."""
+    left[:] = among
+    for slot in range(len(S)):
+        best = -1
+        for i in range(len(g)):
+            if left[i] and (best < 0 or g[i] > g[best]):
+                best = i
+        S[slot] = best
+        left[best] = False
+
+
+@njit(cache=True)
+def hysteresis(logits: Any, g: Any, position: Any, chosen: Any, bonus: float, S: Any) -> None:
+    """S = the k best of ℓ_t + m·1[chosen at t−1]; `chosen` [B, N] is brought up to date in place."""
+    B, T, N = logits.shape
+    k = S.shape[2]
+    scores, left = np.empty(N, logits.dtype), np.empty(N, np.bool_)
+    for b in range(B):
+        for t in range(T):
+            for i in range(N):
+                again = chosen[b, i] and position[b, t] > 0
+                scores[i] = logits[b, t, i] + bonus if again else logits[b, t, i]
+            _choose(scores, k, chosen[b])
+            _heaviest(g[b, t], chosen[b], left, S[b, t])
+
+
+@njit(cache=True)
+def residency(
+    signal: Any, g: Any, position: Any, demand: Any, resident: Any, capacity: int, margin: float, decay: float, S: Any
+) -> None:
+    """S = the k heaviest residents; `resident` and `demand` (a running average) [B, N] are brought up to date."""
+    B, T, N = signal.shape
+    left = np.empty(N, np.bool_)
+    for b in range(B):
+        here = resident[b]
+        for t in range(T):
+            if position[b, t] == 0:
+                demand[b] = signal[b, t]
+                _choose(demand[b], capacity, here)
+            else:
+                entering, leaving = -1, -1
+                for i in range(N):
+                    demand[b, i] = decay * demand[b, i] + (1.0 - decay) * signal[b, t, i]
+                    if here[i]:
+                        if leaving < 0 or demand[b, i] <= demand[b, leaving]:
+                            leaving = i
+                    elif entering < 0 or demand[b, i] > demand[b, entering]:
+                        entering = i
+                if entering >= 0 and demand[b, entering] > demand[b, leaving] + margin:
+                    here[entering], here[leaving] = True, False
+            _heaviest(g[b, t], here, left, S[b, t])
+
+
+@njit(cache=True)
+def segment(logits: Any, g: Any, position: Any, total: Any, chosen: Any, window: int, S: Any) -> None:
+    """One choice per W tokens; `chosen` and `total` (the segment's logits so far) [B, N] are brought up to date."""
+    B, T, N = logits.shape
+    k = S.shape[2]
+    left = np.empty(N, np.bool_)
+    for b in range(B):
+        for t in range(T):
+            if position[b, t] % window == 0:
+                _choose(logits[b, t] if position[b, t] == 0 else total[b], k, chosen[b])
+                total[b] = 0.0
+            _heaviest(g[b, t], chosen[b], left, S[b, t])
+            total[b] += logits[b, t]
+
+
+@njit(cache=True)
+def soft_cache(use: Any, valid: Any, start: Any, capacity: float, held: Any, misses: Any) -> None:
+    """a = u·(1−m) to `misses`, m before each token to `held`; tokens that are not `valid` leave the cache alone.
+
+    Then m ← m + a − e, where e makes room for what exceeds C, taken in proportion to m·(1−u).
+    """
+    B, T, N = use.shape
+    m = np.empty(N, use.dtype)
+    for b in range(B):
+        m[:] = 0.0
+        for t in range(T):
+            if start[b, t]:
+                m[:] = 0.0
+            held[b, t] = m
+            misses[b, t] = 0.0
+            if not valid[b, t]:
+                continue
+            excess, free = -capacity, 0.0
+            for i in range(N):
+                misses[b, t, i] = use[b, t, i] * (1.0 - m[i])
+                excess += m[i] + misses[b, t, i]
+                free += m[i] * (1.0 - use[b, t, i])
+            share = excess / free if excess > 0.0 and free > 0.0 else 0.0
+            for i in range(N):
+                m[i] += misses[b, t, i] - share * m[i] * (1.0 - use[b, t, i])
+
+
+@njit(cache=True)
+def soft_cache_backward(grad: Any, use: Any, valid: Any, start: Any, capacity: float, held: Any, du: Any) -> None:
+    """Gradient of `soft_cache` by u, where `grad` [B, T, N] is the one by the misses a."""
+    B, T, N = use.shape
+    ahead = np.empty(N, use.dtype)  # by m after the token
+    for b in range(B):
+        ahead[:] = 0.0
+        for t in range(T - 1, -1, -1):
+            du[b, t] = 0.0
+            if valid[b, t]:
+                excess, free, along = -capacity, 0.0, 0.0
+                for i in range(N):
+                    m, u = held[b, t, i], use[b, t, i]
+                    excess += m + u * (1.0 - m)
+                    free += m * (1.0 - u)
+                    along += ahead[i] * m * (1.0 - u)
+                evicts = excess > 0.0 and free > 0.0
+                by_excess = -along / free if evicts else 0.0
+                for i in range(N):
+                    m, u = held[b, t, i], use[b, t, i]
+                    by_a = grad[b, t, i] + ahead[i] + by_excess
+                    by_v = -(excess / free) * (ahead[i] + by_excess) if evicts else 0.0
+                    du[b, t, i] = by_a * (1.0 - m) - by_v * m
+                    ahead[i] += by_excess - by_a * u + by_v * (1.0 - u)
+            if start[b, t]:
+                ahead[:] = 0.0

@@ -1,0 +1,151 @@
+"""Router parts in which a token's outcome needs the one before: compiled scans of O(B·T·N) time and memory.
+
+The scans run on the CPU; logits of another device go there and back, which are N numbers a token.
+B sequences, T tokens, N experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from stickymoe.errors import require
+from stickymoe.routing import kernels
+from stickymoe.routing.routers import RouterInput, State
+
+
+class Smooth(nn.Module):
+    """s_t = d·s_t−1 + (1−d)·h_t, s_t = h_t at the start of a document: a causal average of what the gate reads.
+
+    The gate is linear, so averaging its logits is averaging its input, at N/d_model of the cost. A learned decay is
+    σ(logit(d) + bias), one bias per layer, which starts at 0.
+    """
+
+    def __init__(self, decay: float, *, learned: bool = False) -> None:
+        super().__init__()
+        self.decay = decay
+        self.decay_bias = nn.Parameter(torch.zeros(())) if learned else None
+
+    def forward(
+        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[Tensor, "B T N"], State]:
+        decay: Tensor | float = self.decay
+        if self.decay_bias is not None:
+            decay = (self.decay_bias.to(logits.dtype) + math.log(self.decay / (1 - self.decay))).sigmoid()
+        values, before = _numpy(logits), _remembered(state, "smooth", logits)
+        scan = (
+            values,
+            _numpy(x.position),
+            before,
+            decay.item() if isinstance(decay, Tensor) else decay,
+            np.empty_like(values),
+        )
+        kernels.average(*scan)
+        smooth = _tensor(scan[-1], logits)
+        if torch.is_grad_enabled():
+            smooth = _Average.apply(logits, decay, smooth, scan)  # type: ignore[no-untyped-call]
+        return smooth, {"smooth": _tensor(scan[-1][:, -1], logits)}
+
+
+class _Average(torch.autograd.Function):
+    """Gives a finished `scan` of kernels.average its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, decay: Tensor | float, smooth: Tensor, scan: tuple[Any, ...]) -> Tensor:
+        ctx.scan = scan
+        return smooth.view_as(smooth)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, position, before, decay, out = ctx.scan
+        dx = np.empty_like(x)
+        by_decay = kernels.average_backward(_numpy(grad), x, position, before, decay, out, dx)
+        return _tensor(dx, grad), grad.new_tensor(by_decay) if ctx.needs_input_grad[1] else None, None, None
+
+
+@dataclass(frozen=True)
+class Hysteresis:
+    """S_t = top-k of ℓ_t + m·1[e ∈ S_t−1], g = softmax(ℓ): what was chosen last is chosen on unless beaten by m."""
+
+    bonus: float
+
+    def __call__(
+        self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
+    ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
+        g = logits.softmax(-1)
+        S = np.empty((*logits.shape[:2], k), np.int64)
+        chosen = _remembered(state, "chosen", logits, np.bool_)
+        kernels.hysteresis(_numpy(logits), _numpy(g), _numpy(x.position), chosen, self.bonus, S)
+        return g, _tensor(S, g), {"chosen": _tensor(chosen, g)}
+
+
+@dataclass(frozen=True)
+class Residency:
+    """S_t = top-k of g_t among C residents; the best outsider replaces the worst resident if its demand wins by ρ.
+
+    At the start of a document the top-C move in; later at most one expert a token does, before the token chooses.
+    Demand is the logit, or with `average` > 0 the running average of g with that decay, in units of g. Of equal
+    demands the lowest index is resident. g = softmax(ℓ).
+    """
+
+    capacity: int
+    margin: float
+    average: float
+
+    def __call__(
+        self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
+    ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
+        require(k <= self.capacity, "variant.capacity", self.capacity, f"at least the {k} experts of a token")
+        g = logits.softmax(-1)
+        probable = _numpy(g)
+        signal = probable if self.average else _numpy(logits)
+        capacity = min(self.capacity, logits.shape[-1])
+        S = np.empty((*logits.shape[:2], k), np.int64)
+        demand, resident = _remembered(state, "demand", logits), _remembered(state, "resident", logits, np.bool_)
+        position = _numpy(x.position)
+        kernels.residency(signal, probable, position, demand, resident, capacity, self.margin, self.average, S)
+        return g, _tensor(S, g), {"demand": _tensor(demand, g), "resident": _tensor(resident, g)}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """S = top-k of the mean logits of the W tokens before the segment, for all of its W tokens; g = softmax(ℓ).
+
+    Segments are counted from the start of the document; the first one is decided by its first token.
+    """
+
+    window: int
+
+    def __call__(
+        self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
+    ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
+        g = logits.softmax(-1)
+        S = np.empty((*logits.shape[:2], k), np.int64)
+        total, chosen = _remembered(state, "total", logits), _remembered(state, "chosen", logits, np.bool_)
+        kernels.segment(_numpy(logits), _numpy(g), _numpy(x.position), total, chosen, self.window, S)
+        return g, _tensor(S, g), {"total": _tensor(total, g), "chosen": _tensor(chosen, g)}
+
+
+def _numpy(x: Shaped[Tensor, ...]) -> Shaped[np.ndarray, ...]:
+    return np.ascontiguousarray(x.numpy(force=True))
+
+
+def _tensor(array: Shaped[np.ndarray, ...], like: Tensor) -> Shaped[Tensor, ...]:
+    tensor = torch.from_numpy(array)
+    return tensor if like.is_cpu else tensor.to(like.device)
+
+
+def _remembered(state: State, name: str, logits: Tensor, dtype: Any = None) -> Shaped[np.ndarray, "B N"]:
+    """A copy of what `state` knows under that name, for a kernel to go on with; zeros at first."""
+    if name in state:
+        return state[name].cpu().numpy().copy()
+    B, _, N = logits.shape
+    return np.zeros((B, N), dtype or torch.zeros((), dtype=logits.dtype).numpy().dtype)

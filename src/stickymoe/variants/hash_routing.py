@@ -1,0 +1,23 @@
+"""Hash routing (Roller et al.): experts by token id, a bound that needs no learned choice."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from stickymoe.variants.base import Gated, RouterSite, register
+
+if TYPE_CHECKING:
+    from stickymoe.routing.routers import Choice
+
+
+@register
+@dataclass(frozen=True)
+class HashRouting(Gated):
+    """Experts are fixed before training, by a hash of the token and the layer; the gate only weighs them."""
+
+    name: ClassVar[str] = "hash"
+    equation: ClassVar[str] = "S_t = hash(token, layer),  g = softmax(ℓ);  L = L_CE"
+
+    def choice(self, site: RouterSite) -> "Choice":
+        from stickymoe.routing.fixed import Hashed
+
+        return Hashed(layer=site.layer)

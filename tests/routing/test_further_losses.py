@@ -1,0 +1,134 @@
+"""The losses past the paper against plain loops, by value and by gradient in g; the same numbers, so kinks agree."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_losses import one_hot
+
+import reference
+from stickymoe.errors import ConfigError
+from stickymoe.routing import losses
+from stickymoe.routing.trace import RoutingTrace
+from strategies import costly, gates
+
+# Each loss of a trace and a drawn whole number, and the same by the reference.
+LOSSES = {
+    "cross layer": (
+        lambda trace, n: losses.cross_layer_loss(trace),
+        lambda trace, n: reference.cross_layer_loss(trace.g, trace.mask),
+    ),
+    "cross layer within blocks": (
+        lambda trace, n: losses.cross_layer_loss(trace, share_block=n),
+        lambda trace, n: reference.cross_layer_loss(trace.g, trace.mask, n),
+    ),
+    "boundary": (
+        lambda trace, n: losses.boundary_by_layer(trace, across=(n - 1) / 4).mean(),
+        lambda trace, n: reference.boundary_loss(trace.g, trace.mask, trace.doc, trace.boundary, (n - 1) / 4),
+    ),
+    "grouped": (
+        lambda trace, n: losses.grouped_by_layer(trace, groups=groups(trace, n), inside=0.25).mean(),
+        lambda trace, n: reference.grouped_loss(trace.g, trace.mask, trace.doc, groups(trace, n), 0.25),
+    ),
+    "dot": (
+        lambda trace, n: losses.dot_by_layer(trace).mean(),
+        lambda trace, n: reference.dot_loss(trace.g, trace.mask, trace.doc),
+    ),
+    "replacement": (
+        lambda trace, n: losses.replacement_by_layer(trace).mean(),
+        lambda trace, n: reference.replacement_loss(trace.g, trace.S.tolist(), trace.mask, trace.doc),
+    ),
+    "adjacent entropy": (
+        lambda trace, n: losses.adjacent_entropy_by_layer(trace).mean(),
+        lambda trace, n: reference.adjacent_entropy_loss(trace.g, trace.mask, trace.doc, trace.g.detach()),
+    ),
+    "chunk": (
+        lambda trace, n: losses.chunk_by_layer(trace, window=n).mean(),
+        lambda trace, n: reference.chunk_loss(trace.g, trace.S.shape[-1], trace.mask, trace.doc, n),
+    ),
+    "expected misses": (
+        lambda trace, n: losses.expected_misses_by_layer(trace, capacity=trace.S.shape[-1] + n - 1).mean(),
+        lambda trace, n: reference.expected_misses(
+            trace.g, trace.S.shape[-1], trace.mask, trace.doc, trace.S.shape[-1] + n - 1
+        ),
+    ),
+}
+
+
+def groups(trace, n):
+    return min(n, trace.g.shape[-1])
+
+
+@pytest.mark.parametrize(("loss", "expected"), LOSSES.values(), ids=LOSSES.keys())
+@costly
+@given(case=gates(max_T=6), n=st.integers(1, 4), data=st.data())
+def test_value_and_gradient_are_those_of_the_loops(loss, expected, case, n, data):
+    flags = data.draw(st.lists(st.booleans(), min_size=case.mask.numel(), max_size=case.mask.numel()))
+    # Gates of 0 and 1 have no logarithm.
+    g = 0.99 * case.logits.double().softmax(-1) + 0.005 / case.logits.shape[-1]
+    trace = RoutingTrace(
+        g=g.requires_grad_(),
+        S=case.trace().S,
+        mask=case.mask,
+        doc=case.doc,
+        boundary=torch.tensor(flags).view_as(case.mask),
+    )
+    value, by_hand = loss(trace, n), torch.as_tensor(expected(trace, n), dtype=torch.float64)
+    torch.testing.assert_close(value, by_hand, rtol=1e-9, atol=1e-12)
+    (gradient,) = torch.autograd.grad(value, g)
+    paper = torch.autograd.grad(by_hand, g)[0] if by_hand.requires_grad else torch.zeros_like(g)
+    torch.testing.assert_close(gradient, paper, rtol=1e-7, atol=1e-10)
+
+
+# By hand
+
+
+def trace_of(*experts, top_k=1, **more):
+    return replace(RoutingTrace.from_logits(one_hot(*experts, n_experts=4), top_k), **more)
+
+
+def test_a_switch_inside_a_group_costs_less():
+    inside = losses.grouped_by_layer(trace_of(0, 1), groups=2, inside=0.25)
+    between = losses.grouped_by_layer(trace_of(1, 2), groups=2, inside=0.25)
+    assert (inside.item(), between.item()) == (pytest.approx(0.5), pytest.approx(2.0))
+
+
+def test_what_is_released_at_an_end_is_laid_on_the_pairs_inside():
+    ends = torch.tensor([[False, False, True, False]])
+    switch_at_end = trace_of(0, 0, 1, 1, boundary=ends)
+    switch_inside = trace_of(0, 1, 1, 1, boundary=ends)
+    assert losses.boundary_by_layer(switch_at_end, across=0.0).item() == 0.0
+    assert losses.boundary_by_layer(switch_inside, across=0.0).item() == pytest.approx(2 / 2)
+    assert losses.boundary_by_layer(switch_inside, across=1.0).item() == pytest.approx(2 / 3)
+
+
+def test_without_flags_a_boundary_is_nowhere():
+    trace = trace_of(0, 1, 1, 2)
+    assert torch.equal(losses.boundary_by_layer(trace, across=0.0), losses.consistency_by_layer(trace))
+
+
+def test_a_sure_cache_counts_as_lru_does():
+    """One-hot gates: 0 and 1 are loaded, 0 is there; 2 costs one load and the cache is full."""
+    trace = trace_of(0, 1, 0, 2)
+    assert losses.expected_misses_by_layer(trace, capacity=2).item() == pytest.approx(3 / 4)
+    assert losses.expected_misses_by_layer(trace, capacity=4).item() == pytest.approx(3 / 4)
+    assert losses.expected_misses_by_layer(trace_of(0, 1, 0, 1), capacity=1).item() == pytest.approx(4 / 4)
+
+
+def test_a_chunk_calls_a_share_of_the_experts():
+    assert losses.chunk_by_layer(trace_of(0, 1, 0, 0), window=2).item() == pytest.approx((2 / 4 + 1 / 4) / 2, abs=1e-5)
+
+
+def test_replacement_counts_only_where_the_set_changed():
+    assert losses.replacement_by_layer(trace_of(0, 0, 0)).item() == 0.0
+    assert losses.replacement_by_layer(trace_of(0, 1)).item() == pytest.approx(2.0)
+
+
+def test_what_cannot_be_counted_is_refused():
+    trace = trace_of(0, 1, top_k=2)
+    with pytest.raises(ConfigError, match=r"^variant.slots: got 1, expected at least the 2 experts of a token\.$"):
+        losses.expected_misses_by_layer(trace, capacity=1)
+    with pytest.raises(ConfigError, match=r"^variant.groups: got 5, expected at most the 4 experts\.$"):
+        losses.grouped_by_layer(trace, groups=5, inside=0.5)

@@ -1,0 +1,251 @@
+"""Router parts that remember, against plain loops; pieces against the whole; documents apart."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_routers import D, inputs, router_input, steps, windowed_logits
+
+import reference
+from stickymoe.errors import ConfigError
+from stickymoe.routing.fixed import Hashed, Trajectory, hashed_experts
+from stickymoe.routing.routers import Attended, HardWindow, Router, TopK
+from stickymoe.routing.sequential import Hysteresis, Residency, Segment, Smooth
+from strategies import costly, seeds, thorough
+
+CHOICES = {
+    "hysteresis": Hysteresis(bonus=0.75),
+    "residency by logit": Residency(capacity=3, margin=0.5, average=0.0),
+    "residency by average": Residency(capacity=2, margin=0.02, average=0.75),
+    "segment": Segment(window=3),
+    "hash": Hashed(layer=1),
+    "trajectory": Trajectory(window=3, sentence=True),
+    "window": HardWindow(window=2, beta=2.0),
+    "top-k": TopK(),
+}
+every_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES.keys())
+N, K = 5, 2
+
+
+def router(rng, *, choice=None, smooth=None, source=None, **more):
+    made = Router(D, N, K, source=source, filter=smooth, choice=choice, **more).double()
+    made.gate.weight.data = torch.tensor(rng.standard_normal((N, D)))
+    return made
+
+
+def doc_of(x, b):
+    return None if x.doc is None else x.doc[b].tolist()
+
+
+# Against the loops
+
+
+@thorough
+@given(case=windowed_logits(), bonus=st.sampled_from([0.0, 0.5, 1.0, 20.0]))
+def test_hysteresis_is_that_of_the_reference(case, bonus):
+    logits, k, x = case
+    g, S, _ = Hysteresis(bonus=bonus)(logits, k, x, {})
+    assert torch.equal(g, logits.softmax(-1)), "weights are without the bonus"
+    for b in range(len(logits)):
+        assert S[b].tolist() == reference.hysteresis(logits[b].tolist(), k, bonus, doc_of(x, b))
+
+
+@thorough
+@given(
+    case=windowed_logits(),
+    room=st.integers(0, 4),
+    margin=st.sampled_from([0.0, 0.25, 1.0]),
+    average=st.sampled_from([0.0, 0.5]),
+)
+def test_residency_is_that_of_the_reference(case, room, margin, average):
+    logits, k, x = case
+    g, S, state = Residency(capacity=k + room, margin=margin, average=average)(logits, k, x, {})
+    assert torch.equal(g, logits.softmax(-1))
+    for b in range(len(logits)):
+        expected, residents = reference.residency(logits[b].tolist(), k, k + room, margin, average, doc_of(x, b))
+        if average and margin == 0.0:
+            continue  # averages that are equal on paper differ in the last bit
+        assert S[b].tolist() == expected
+        assert {int(e) for e in state["resident"][b].nonzero()} == residents[-1]
+
+
+@thorough
+@given(case=windowed_logits(), room=st.integers(0, 2), average=st.sampled_from([0.0, 0.5]))
+def test_at_most_one_expert_moves_in_per_token(case, room, average):
+    logits, k, x = case
+    choice = Residency(capacity=k + room, margin=0.0, average=average)
+    T, state, residents = logits.shape[1], {}, []
+    for t in range(T):
+        _, S, state = choice(logits[:, t : t + 1], k, steps(x, t, t + 1), state)
+        residents.append(state["resident"])
+        assert residents[-1].gather(1, S[:, 0]).all(), "only residents are chosen"
+    for t in range(1, T):
+        moved_in = (residents[t] & ~residents[t - 1]).sum(-1)
+        assert (moved_in[x.position[:, t] > 0] <= 1).all()
+
+
+@thorough
+@given(case=windowed_logits(), window=st.integers(1, 6))
+def test_segment_is_that_of_the_reference(case, window):
+    logits, k, x = case
+    g, S, _ = Segment(window=window)(logits, k, x, {})
+    assert torch.equal(g, logits.softmax(-1))
+    for b in range(len(logits)):
+        assert S[b].tolist() == reference.segment(logits[b].tolist(), k, window, doc_of(x, b))
+
+
+@thorough
+@given(x=inputs(), rng=seeds(), decay=st.sampled_from([0.0, 0.3, 0.9]))
+def test_smoothing_logits_is_smoothing_what_the_gate_reads(x, rng, decay):
+    route = router(rng, smooth=Smooth(decay))
+    smooth = [reference.smooth(x.h[b].tolist(), decay, doc_of(x, b)) for b in range(len(x.h))]
+    expected = (torch.tensor(smooth, dtype=torch.float64) @ route.gate.weight.T).softmax(-1)
+    torch.testing.assert_close(route(x).g, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
+def test_gradient_of_smoothing(learned):
+    rng = np.random.default_rng(3)
+    x = router_input(rng, 2, 7, torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0] * 7]))
+    smooth = Smooth(0.7, learned=learned).double()
+    logits = torch.tensor(rng.standard_normal((2, 7, 3)), requires_grad=True)
+    bias = [smooth.decay_bias] if learned else []
+
+    def of(values, *_):
+        return smooth(values, x, {})[0]
+
+    assert torch.autograd.gradcheck(of, (logits, *bias))
+
+
+def test_a_learned_decay_starts_at_the_given_one():
+    rng = np.random.default_rng(4)
+    x, logits = router_input(rng, 2, 6), torch.tensor(rng.standard_normal((2, 6, 3)))
+    torch.testing.assert_close(Smooth(0.7, learned=True).double()(logits, x, {})[0], Smooth(0.7)(logits, x, {})[0])
+
+
+@thorough
+@given(case=windowed_logits(), window=st.integers(0, 4), sentence=st.booleans(), data=st.data())
+def test_a_trajectory_is_decided_by_the_first_token_of_its_span(case, window, sentence, data):
+    logits, k, x = case
+    B, T, n_experts = logits.shape
+    flags = torch.tensor(data.draw(st.lists(st.booleans(), min_size=B * T, max_size=B * T))).view(B, T)
+    x = type(x)(x.h, x.attended, x.tokens, x.position, x.doc, flags)
+    _, S, _ = Trajectory(window=window, sentence=sentence)(logits, k, x, {})
+    for b in range(B):
+        first = reference.span_starts(T, window, sentence, flags[b], doc_of(x, b))
+        chosen = hashed_experts(x.tokens[b : b + 1, first], n_experts, k)[0]
+        assert S[b].sort(-1).values.tolist() == chosen.sort(-1).values.tolist()
+
+
+def test_a_hash_is_fair_and_differs_between_layers():
+    tokens = torch.arange(40_000)[None]
+    layers = [hashed_experts(tokens, 4, 2, salt) for salt in range(2)]
+    for S in layers:
+        assert (S[..., 0] != S[..., 1]).all()
+        shares = S.flatten().bincount(minlength=4) / S.numel()
+        torch.testing.assert_close(shares, torch.full((4,), 0.25), rtol=0, atol=0.01)
+    same = (layers[0] == layers[1]).all(-1).float().mean()
+    assert same.item() == pytest.approx(1 / 12, abs=0.01)
+
+
+# Pieces and documents, alone and combined
+
+
+def assert_pieces_are_the_whole(route, x, cuts):
+    whole = route(x)
+    state, pieces = None, []
+    for start, stop in pairwise([0, *sorted(cuts), x.h.shape[1]]):
+        pieces.append(route(steps(x, start, stop), state))
+        state = pieces[-1].state
+    assert torch.equal(torch.cat([p.S for p in pieces], dim=1), whole.S)
+    torch.testing.assert_close(torch.cat([p.g for p in pieces], dim=1), whole.g, rtol=1e-12, atol=1e-14)
+    assert state.keys() == whole.state.keys()
+    for name, remembered in whole.state.items():
+        torch.testing.assert_close(state[name], remembered, rtol=1e-12, atol=1e-14)
+
+
+@every_choice
+@costly
+@given(x=inputs(), rng=seeds(), decay=st.sampled_from([None, 0.6]), attended=st.booleans(), data=st.data())
+def test_any_parts_route_pieces_as_the_whole(choice, x, rng, decay, attended, data):
+    T = x.h.shape[1]
+    cuts = data.draw(st.sets(st.integers(1, T - 1))) if T > 1 else set()
+    smooth = None if decay is None else Smooth(decay)
+    route = router(rng, choice=choice, smooth=smooth, source=Attended() if attended else None)
+    assert_pieces_are_the_whole(route, x, cuts)
+
+
+@every_choice
+@costly
+@given(x=inputs(), rng=seeds(), decay=st.sampled_from([None, 0.6]))
+def test_any_parts_route_documents_as_if_alone(choice, x, rng, decay):
+    route = router(rng, choice=choice, smooth=None if decay is None else Smooth(decay))
+    whole = route(x)
+    for b in range(len(x.h)):
+        starts = [t for t in range(x.h.shape[1]) if x.position[b, t] == 0]
+        for start, stop in zip(starts, [*starts[1:], x.h.shape[1]], strict=True):
+            part = steps(x, start, stop)
+            alone = type(x)(*(v[b : b + 1] for v in (part.h, part.attended, part.tokens, part.position)))
+            routed = route(alone)
+            assert torch.equal(routed.S[0], whole.S[b, start:stop])
+            torch.testing.assert_close(routed.g[0], whole.g[b, start:stop], rtol=1e-12, atol=1e-14)
+
+
+@every_choice
+@costly
+@given(x=inputs(), rng=seeds())
+def test_the_chosen_are_different_and_heaviest_first(choice, x, rng):
+    routing = router(rng, choice=choice, smooth=Smooth(0.5))(x)
+    assert (routing.S[..., 0] != routing.S[..., 1]).all()
+    assert (routing.w[..., 0] >= routing.w[..., 1]).all()
+    torch.testing.assert_close(routing.g.sum(-1), torch.ones_like(routing.g[..., 0]))
+
+
+@every_choice
+def test_state_is_not_changed_by_the_next_call(choice):
+    rng = np.random.default_rng(5)
+    x = router_input(rng, 2, 9)
+    route = router(rng, choice=choice, smooth=Smooth(0.6))
+    state = route(steps(x, 0, 5)).state
+    before = {name: remembered.clone() for name, remembered in state.items()}
+    route(steps(x, 5, 9), state)
+    assert all(torch.equal(before[name], state[name]) for name in before)
+    assert not any(remembered.requires_grad for remembered in state.values())
+
+
+@every_choice
+def test_gates_for_the_gate_alone_have_the_values_of_g(choice):
+    rng = np.random.default_rng(6)
+    x = router_input(rng, 2, 5)
+    x.h.requires_grad_()
+    routing = router(rng, choice=choice, smooth=Smooth(0.6), gate_only=True)(x)
+    assert torch.equal(routing.g_gate, routing.g)
+    routing.g_gate[..., 0].sum().backward()
+    assert x.h.grad is None
+
+
+@every_choice
+def test_gates_are_fp32_under_bf16(choice):
+    rng = np.random.default_rng(7)
+    x = router_input(rng, 2, 6, dtype=torch.bfloat16)
+    route = Router(D, N, K, choice=choice, filter=Smooth(0.5, learned=True)).to(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        routing = route(x)
+    assert routing.g.dtype == routing.w.dtype == torch.float32
+    routing.w.sum().backward()
+
+
+def test_too_few_residents_are_refused():
+    x = router_input(np.random.default_rng(8), 1, 3)
+    with pytest.raises(ConfigError, match=r"^variant.capacity: got 1, expected at least the 2 experts of a token\.$"):
+        Residency(capacity=1, margin=0.0, average=0.0)(torch.zeros(1, 3, 4), 2, x, {})
+
+
+def test_a_bonus_holds_the_first_choice_and_none_is_top_k():
+    logits = torch.tensor([[[1.0, 0.0], [0.0, 0.9], [0.0, 2.0]]])
+    x = router_input(np.random.default_rng(0), 1, 3)
+    assert Hysteresis(bonus=1.0)(logits, 1, x, {})[1].flatten().tolist() == [0, 0, 1]
+    assert Hysteresis(bonus=0.0)(logits, 1, x, {})[1].flatten().tolist() == [0, 1, 1]
