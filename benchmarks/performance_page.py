@@ -1,4 +1,4 @@
-"""docs/performance.md and its plot, from train_throughput.json: every figure there was measured.
+"""docs/performance.md and its plot, from the benchmarks' records: every figure there was measured.
 
 python benchmarks/performance_page.py
 """
@@ -14,8 +14,11 @@ DOCS = HERE.parent / "docs"
 
 
 def main() -> None:
-    record = json.loads((HERE / "train_throughput.json").read_text())
-    (DOCS / "performance.md").write_text(page(record), encoding="utf-8")
+    record, replay, report = (
+        json.loads((HERE / f"{name}.json").read_text()) for name in ("train_throughput", "replay", "report_page")
+    )
+    text = page(record) + replay_section(replay) + report_section(report)
+    (DOCS / "performance.md").write_text(text, encoding="utf-8")
     (DOCS / "growth.svg").write_text(plot(record["growth"]), encoding="utf-8")
 
 
@@ -91,6 +94,47 @@ The model uses rows sorted by expert, with one product per expert and matrix.
 ![Tokens per second against sequence length, experts and vocabulary](growth.svg)
 
 {growth(record)}"""
+
+
+def replay_section(record: dict[str, Any]) -> str:
+    main = record["main"]
+    goals = [[g["what"], f"{g['value']:.2f}", g["target"], "met" if g["met"] else "missed"] for g in record["targets"]]
+    return f"""
+## Replaying a trace
+
+Made by `python benchmarks/replay.py` ([record](../benchmarks/replay.json)): a synthetic trace, one expert a request, one
+core. {main["accesses"]:,} accesses over {main["experts"]} experts with {main["capacity"]} slots, per access; libCacheSim
+is called from Python once per request, and by its own whole-trace reader.
+
+{table(["what", "measured", "target", ""], goals)}
+{_replays([main])}
+How it grows with accesses, and with experts (a quarter of them in slots); `curve` is all capacities at once:
+
+{_replays(record["by accesses"] + record["by experts"])}"""
+
+
+def _replays(races: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            f"{race['accesses']:,}",
+            str(race["experts"]),
+            name,
+            f"{t['ns_per_access']:.1f} ± {t['spread']:.0%}",
+            f"{t['peak_mb']:,.0f}",
+        ]
+        for race in races
+        for name, t in race["timings"].items()
+    ]
+    return table(["accesses", "experts", "what", "ns per access", "peak MB"], rows)
+
+
+def report_section(record: dict[str, Any]) -> str:
+    return f"""
+## The report
+
+`stickymoe report` over {record["runs"]} runs took {record["seconds"]:.1f} s (target 20) and made a page of
+{record["page_bytes"] / 1e6:.2f} MB (target 5), by `python benchmarks/report_page.py`.
+"""
 
 
 def rival_race(record: dict[str, Any], vocab: int) -> dict[str, Any]:

@@ -40,6 +40,17 @@ stickymoe COMMAND --help tells the options of each. --debug shows tracebacks, --
 """
 
 
+TRACE_HELP = """\
+usage: stickymoe trace convert SOURCE OUT
+       stickymoe trace make OUT [options]
+
+  convert    turn another tool's routing trace into a trace folder
+  make       write a synthetic trace folder
+
+stickymoe trace convert --help and stickymoe trace make --help tell the options.
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse whose complaints are `StickyError`s."""
 
@@ -402,7 +413,7 @@ def _device(argv: list[str]) -> None:
 def _trace(argv: list[str]) -> None:
     actions = {"convert": _trace_convert, "make": _trace_make}
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: stickymoe trace convert SOURCE OUT | stickymoe trace make OUT [options]")
+        sys.stdout.write(TRACE_HELP)
         return
     if argv[0] not in actions:
         raise StickyError(unknown("trace command", argv[0], actions))

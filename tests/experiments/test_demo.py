@@ -23,7 +23,7 @@ def test_compares_its_variants_draws_the_ribbon_and_says_what_next(tmp_path, mon
         assert f"| {name}" in table
     assert "failed" not in table
     ribbon = (tmp_path / "ribbon.svg").read_text()
-    assert [name for name in ("vanilla:", "soft:", "oracle:") if name in ribbon] == ["vanilla:", "soft:", "oracle:"]
+    assert all(f"{label}: the top expert" in ribbon for label in ("vanilla", "soft λ=0.5", "oracle"))
     printed = capsys.readouterr().out
-    assert printed.count("  ./stickymoe ") == 3
+    assert printed.count("  ./stickymoe ") == 4
     assert "ΔPPL %" in printed
