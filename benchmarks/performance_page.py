@@ -102,9 +102,9 @@ def replay_section(record: dict[str, Any]) -> str:
     return f"""
 ## Replaying a trace
 
-Made by `python benchmarks/replay.py` ([record](../benchmarks/replay.json)): a synthetic trace, one expert a request, one
-core. {main["accesses"]:,} accesses over {main["experts"]} experts with {main["capacity"]} slots, per access; libCacheSim
-is called from Python once per request, and by its own whole-trace reader.
+Made by `python benchmarks/replay.py` ([record](../benchmarks/replay.json)): a synthetic trace, one expert a request,
+one core. {main["accesses"]:,} accesses over {main["experts"]} experts with {main["capacity"]} slots, per access;
+libCacheSim is called from Python once per request, and by its own whole-trace reader.
 
 {table(["what", "measured", "target", ""], goals)}
 {_replays([main])}
