@@ -76,7 +76,13 @@ def run_settings(draw: st.DrawFn) -> dict[str, Any]:
         "precision": draw(st.sampled_from(["fp32", "bf16"])),
     }
     plain["eval"]["capacities"] = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
-    return {**plain, "variant": draw(variant_settings()), "seed": draw(st.integers(0, 2**32 - 1))}
+    variant = draw(variant_settings())
+    top_k = plain["model"]["top_k"]
+    for slots in {"capacity", "slots"} & set(variant):
+        variant[slots] = max(variant[slots], top_k)
+    if "groups" in variant:
+        variant["groups"] = min(variant["groups"], n_experts)
+    return {**plain, "variant": variant, "seed": draw(st.integers(0, 2**32 - 1))}
 
 
 class TestRoundTrip:

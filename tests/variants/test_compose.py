@@ -145,16 +145,28 @@ def test_a_weight_rises_and_differs_between_layers():
     assert Term("x", 2.0, lambda trace, ctx: value).weighed(value, 0.0).item() == 4.0
 
 
-def test_factors_that_do_not_fit_the_layers_are_refused():
-    term = Term("x", 1.0, lambda trace, ctx: torch.ones(3), layers=(1.0, 2.0))
-    with pytest.raises(ConfigError, match=r"^variant.layers: got \(1.0, 2.0\), expected 3 factors, one per layer\.$"):
-        term.weighed(torch.ones(3))
-    with pytest.raises(ConfigError, match=r"expected none: x has no layers\.$"):
-        term.weighed(torch.ones(()))
+@pytest.mark.parametrize(
+    ("variant", "flags", "said"),
+    [
+        ("graded+soft", ["--variant.layers=[1,2,3]"], r"variant.layers: got \(1.0, 2.0, 3.0\), expected 2 factors"),
+        ("residency", ["--variant.capacity=1"], "variant.capacity: got 1, expected at least the 2 experts"),
+        ("cache_loss", ["--variant.slots=1"], "variant.slots: got 1, expected at least the 2 experts"),
+        ("grouped+smooth", ["--variant.groups=5"], "variant.groups: got 5, expected at most the 4 experts"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_with_its_config(variant, flags, said):
+    with pytest.raises(ConfigError, match=said):
+        read_config(flags, preset="tiny", variant=variant)
+
+
+def test_factors_leave_a_term_without_layers_alone():
+    term = Term("x", 2.0, lambda trace, ctx: torch.ones(()), layers=(3.0, 4.0))
+    assert term.weighed(torch.ones(())).item() == 2.0
 
 
 def test_layers_show_in_label_key_and_flags():
-    config = read_config(["--variant.layers=[0,1.5]", "--variant.warmup=0.5"], variant="graded+soft")
+    flags = ["--variant.layers=[0,1.5]", "--variant.warmup=0.5"]
+    config = read_config(flags, preset="tiny", variant="graded+soft")
     assert config.variant.layers == (0.0, 1.5)
     assert config.variant.label == "graded+soft λ=0.1 warmup=0.5 layers=0,1.5"
     assert config.variant.key == "graded+soft-lam0.1-warmup0.5-layers0_1.5"

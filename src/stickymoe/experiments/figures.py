@@ -233,7 +233,7 @@ def _thinned(line: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def utilisation(group: Group) -> Chart | None:
     """How often each expert is used, layer by layer."""
-    N = group.config.model.n_experts
+    N = group.config.model.pool_size
     points: Points = []
     for row in group.routed:
         for expert in range(N):

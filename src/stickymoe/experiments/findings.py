@@ -190,7 +190,7 @@ def _anchored(group: Group) -> Decision:
 
 def _used(group: Group) -> Decision:
     least = min(_of_method(group, "soft", "soft_hard"), key=lambda r: _metric(r, "utilisation_entropy"))
-    bits = math.log2(group.config.model.n_experts)
+    bits = math.log2(group.config.model.pool_size)
     entropy = _metric(least, "utilisation_entropy")
     verdict: Verdict = "holds" if entropy >= 0.96 * bits else "does not hold"
     return verdict, (
@@ -239,7 +239,7 @@ def _equivalent(group: Group) -> Decision:
 
 
 def _uniform(group: Group) -> Decision:
-    bits = math.log2(group.config.model.n_experts)
+    bits = math.log2(group.config.model.pool_size)
     rows = sorted(group.routed, key=lambda r: -_metric(r, "gate_entropy"))
     base = _row(group, "vanilla")
     near = [r.label for r in rows if _metric(r, "gate_entropy") > 0.99 * bits]

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from stickymoe.errors import ConfigError
 from stickymoe.routing.routers import RouterInput, State
 from stickymoe.routing.trace import top_k_experts
 
@@ -59,7 +60,9 @@ class Trajectory:
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
         starts = x.position % self.window == 0 if self.window else x.position == 0
-        if self.sentence and x.boundary is not None:
+        if self.sentence:
+            if x.boundary is None:
+                raise ConfigError("variant.sentence: this text comes without sentence borders, pass boundary.")
             starts = starts | x.boundary
         t = torch.arange(starts.shape[1], device=starts.device)
         first = torch.where(starts, t, -1).cummax(1).values  # −1: the span began in an earlier call

@@ -101,7 +101,7 @@ def boundary_by_layer(trace: RoutingTrace, *, across: float) -> Float[Tensor, " 
         return consistency_by_layer(trace)
     step = (trace.g[:, :, 1:] - trace.g[:, :, :-1]).square().sum(-1)
     omega = torch.where(trace.pairs, torch.where(trace.boundary[:, 1:], across, 1.0), 0.0)
-    return (omega * step).sum((1, 2)) / omega.sum().clamp(min=_SMALL)
+    return torch.where(omega > 0, omega * step, 0.0).sum((1, 2)) / omega.sum().clamp(min=_SMALL)
 
 
 def grouped_by_layer(trace: RoutingTrace, *, groups: int, inside: float) -> Float[Tensor, " L"]:

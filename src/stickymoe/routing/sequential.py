@@ -51,7 +51,7 @@ class Smooth(nn.Module):
         smooth = _tensor(scan[-1], logits)
         if torch.is_grad_enabled():
             smooth = _Average.apply(logits, decay, smooth, scan)  # type: ignore[no-untyped-call]
-        return smooth, {"smooth": _tensor(scan[-1][:, -1], logits)}
+        return smooth, {"smooth": _tensor(scan[-1][:, -1].copy(), logits)}
 
 
 class _Average(torch.autograd.Function):

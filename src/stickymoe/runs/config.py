@@ -186,6 +186,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number in [0, 2³²)")
+        sizes = {"n_layers": self.model.n_layers, "n_experts": self.model.pool_size, "top_k": self.model.top_k}
+        self.variant.require_fit(**sizes)
 
     def steps_of(self, phase: Phase) -> int:
         return max(round(phase.share * self.train.steps), 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stickymoe.errors import RunError
-from stickymoe.runs.folder import NOT_IN_ID, RunFolder, write_atomic
+from stickymoe.runs.folder import ADDED, NOT_IN_ID, RunFolder, write_atomic
 
 SCHEMA = 1
 
@@ -93,6 +93,7 @@ def _difference(earlier: RunRecord, record: RunRecord) -> str:
                 return f"{section}: {old} there, {values} here"
             continue
         for key in {**old, **values}:
-            if old.get(key) != values.get(key) and (section, key) not in NOT_IN_ID:
-                return f"{section}.{key}: {old.get(key)} there, {values.get(key)} here"
+            there = old.get(key, ADDED.get((section, key)))
+            if there != values.get(key) and (section, key) not in NOT_IN_ID:
+                return f"{section}.{key}: {there} there, {values.get(key)} here"
     return "its data or numerics version differ"

@@ -35,8 +35,8 @@ class RouterSite:
 class Term:
     """One summand `weight · fn(trace, context)` of the training loss.
 
-    `fn` answers one value per layer, whose mean counts, or a scalar. `layers` are factors on the layers' values; the
-    weight rises to its full size over the share `warmup` of the phase.
+    `fn` answers one value per layer, whose mean counts, or a scalar. `layers` are factors on the layers' values, if
+    there are such; the weight rises to its full size over the share `warmup` of the phase.
     """
 
     symbol: str
@@ -47,9 +47,7 @@ class Term:
 
     def weighed(self, value: "Tensor", done: float = 1.0) -> "Tensor":
         """The summand of `value` = fn(…), when the share `done` of the phase is over."""
-        if self.layers:
-            expected = f"{value.numel()} factors, one per layer" if value.ndim else f"none: {self.symbol} has no layers"
-            require(value.shape == (len(self.layers),), "variant.layers", self.layers, expected)
+        if self.layers and value.ndim:
             value = value * value.new_tensor(self.layers)
         rise = min(done / self.warmup, 1.0) if self.warmup else 1.0
         return (rise * self.weight * value).mean()
@@ -85,6 +83,9 @@ class Variant:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be used."""
+
+    def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
+        """Refuse values that cannot be used with a model of these sizes."""
 
     def router(self, site: RouterSite) -> "Router | None":
         """The router of one layer; None stands for a dense layer of the same active width."""

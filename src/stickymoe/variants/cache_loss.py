@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from stickymoe.errors import require
 from stickymoe.variants.base import Routed, Term, hyper, register, require_weight, require_window
 
 
@@ -27,6 +28,10 @@ class CacheLoss(Routed):
         super().__post_init__()
         require_weight("eta", self.eta)
         require_window("slots", self.slots)
+
+    def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
+        super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
+        require(self.slots >= top_k, "variant.slots", self.slots, f"at least the {top_k} experts of a token")
 
     def terms(self) -> tuple[Term, ...]:
         from stickymoe.routing.losses import expected_misses_by_layer

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from stickymoe.errors import require
 from stickymoe.variants.base import Routed, Term, hyper, register, require_share, require_weight
 
 
@@ -29,6 +30,12 @@ class Graded(Routed):
         require_share("warmup", self.warmup)
         for factor in self.layers:
             require_weight("layers", factor)
+        object.__setattr__(self, "layers", tuple(float(factor) for factor in self.layers))  # 1 and 1.0 are one run
+
+    def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
+        super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
+        fits = len(self.layers) in (0, n_layers)
+        require(fits, "variant.layers", self.layers, f"{n_layers} factors, one per layer")
 
     def terms(self) -> tuple[Term, ...]:
         return tuple(

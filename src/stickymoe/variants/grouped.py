@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from stickymoe.errors import require
 from stickymoe.variants.base import Routed, Term, hyper, register, require_share, require_weight, require_window
 
 
@@ -30,6 +31,10 @@ class Grouped(Routed):
         require_weight("lam", self.lam)
         require_window("groups", self.groups)
         require_share("inside", self.inside)
+
+    def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
+        super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
+        require(self.groups <= n_experts, "variant.groups", self.groups, f"at most the {n_experts} experts")
 
     def terms(self) -> tuple[Term, ...]:
         from stickymoe.routing.losses import grouped_by_layer

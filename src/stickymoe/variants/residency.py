@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from stickymoe.errors import require
 from stickymoe.variants.base import Routed, RouterSite, hyper, register, require_share, require_weight, require_window
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class ResidencyVariant(Routed):
         require_window("capacity", self.capacity)
         require_weight("rho", self.rho)
         require_share("average", self.average, below_one=True)
+
+    def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
+        super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
+        require(self.capacity >= top_k, "variant.capacity", self.capacity, f"at least the {top_k} experts of a token")
 
     def choice(self, site: RouterSite) -> "Choice":
         from stickymoe.routing.sequential import Residency
