@@ -23,7 +23,7 @@ class BlockFFN(Routed):
 
     lam: float = hyper(0.1, "λ")
     xi: float = hyper(0.1, "ξ")
-    chunk: int = hyper(8, "W")
+    chunk: int = hyper(8, "chunk")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,7 +22,7 @@ class CacheLoss(Routed):
     equation: ClassVar[str] = "L = L_CE + μ·L_bal + η·Σ a,  a = u·(1−m),  u = min(1, k·g),  m ← m + a − e,  Σm ≤ C"
 
     eta: float = hyper(0.1, "η")
-    slots: int = hyper(3, "C")
+    slots: int = hyper(3, "slots")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,19 +16,19 @@ class SegmentVariant(Routed):
 
     Args:
         mu: weight μ of the load-balancing loss
-        window: segment length W; the first segment of a document is decided by its first token
+        span: segment length W; the first segment of a document is decided by its first token
     """
 
     name: ClassVar[str] = "segment"
     equation: ClassVar[str] = "S = top-k(mean of ℓ over the preceding W tokens),  g = softmax(ℓ);  L = L_CE + μ·L_bal"
 
-    window: int = hyper(8, "W")
+    span: int = hyper(8, "span")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_window("window", self.window)
+        require_window("span", self.span)
 
     def choice(self, site: RouterSite) -> "Choice":
         from stickymoe.routing.sequential import Segment
 
-        return Segment(window=self.window)
+        return Segment(window=self.span)

@@ -16,21 +16,21 @@ class TrajectoryVariant(Gated):
     """Experts are fixed for a span, by a hash of its first token, the same in all layers; the gate only weighs them.
 
     Args:
-        window: tokens W of a span; 0 for the whole document, or sequence where there are no documents
+        span: its tokens W; 0 for the whole document, or sequence where there are no documents
         sentence: end a span at the end of a sentence or paragraph too
     """
 
     name: ClassVar[str] = "trajectory"
     equation: ClassVar[str] = "S_t = hash(first token of the span),  g = softmax(ℓ);  L = L_CE"
 
-    window: int = hyper(0, "W")
+    span: int = hyper(0, "span")
     sentence: bool = hyper(False, "per sentence", always=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(type(self.window) is int and self.window >= 0, "variant.window", self.window, "a whole number ≥ 0")
+        require(type(self.span) is int and self.span >= 0, "variant.span", self.span, "a whole number ≥ 0")
 
     def choice(self, site: RouterSite) -> "Choice":
         from stickymoe.routing.fixed import Trajectory
 
-        return Trajectory(window=self.window, sentence=self.sentence)
+        return Trajectory(window=self.span, sentence=self.sentence)
