@@ -19,7 +19,7 @@ import yaml
 
 from stickymoe.errors import ConfigError, unknown
 
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _FIGURES = ("fast_memory", "load_bandwidth", "load_latency_ms", "compute_bandwidth")
 
 
@@ -51,7 +51,7 @@ class Device:
 
 def parse_bytes(text: str, key: str = "bytes") -> float:
     """512MB, 1.5GiB, 4096: decimal and binary units."""
-    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([kMGT]i?)?B?\s*", text)
+    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([KMGT]i?)?B?\s*", text.replace("k", "K"))
     try:
         value = float(match[1]) * _UNITS[match[2] or ""] if match else math.nan
     except ValueError:
