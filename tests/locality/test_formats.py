@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stickymoe.errors import DataError
-from stickymoe.locality.formats import load_table, save_table
+from stickymoe.locality.formats import create_table, load_table, save_table
 from stickymoe.locality.metrics import switch_rate
 from stickymoe.locality.table import RouteTable, index_dtype
 from strategies import seeds, tables
@@ -112,7 +112,7 @@ def test_an_interrupted_save_leaves_no_header(saved, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(np, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DataError, match="No space left"):
         save_table(table, saved)
     monkeypatch.undo()
     assert "header.json" in refusal(saved)
@@ -256,3 +256,13 @@ def test_no_index_wraps():
     assert np.iinfo(index_dtype(1 << 16)).max == (1 << 16) - 1
     with pytest.raises(DataError, match=r"^n_experts: got 65537, expected 1 … 65536\.$"):
         index_dtype((1 << 16) + 1)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    table = RouteTable(S=np.zeros((1, 2, 3, 1), np.uint8), n_experts=4, mask=np.ones((2, 3), bool))
+    (tmp_path / "S.npy").mkdir()  # in the way of the array
+    says = rf"^{tmp_path} cannot be written \(Is a directory\)\.$"
+    with pytest.raises(DataError, match=says):
+        save_table(table, tmp_path)
+    with pytest.raises(DataError, match=says), create_table(tmp_path, table.S.shape, n_experts=4):
+        pass

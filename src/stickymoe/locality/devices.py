@@ -87,7 +87,7 @@ def parse_device(text: str, source: str) -> Device:
     """A profile from YAML; every figure is needed and none may be negative."""
     try:
         fields = yaml.safe_load(text)
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, ValueError) as e:  # a date that is none is a ValueError
         raise ConfigError(f"device {source} is not YAML: {' '.join(str(e).split())}.") from e
     known = [f.name for f in dataclasses.fields(Device)]
     if not isinstance(fields, dict):
@@ -96,8 +96,8 @@ def parse_device(text: str, source: str) -> Device:
     if surplus:
         raise ConfigError(f"device {source}: {unknown('figure', surplus[0], known)}")
     figures = {key: _figure(fields, key, source) for key in _FIGURES}
-    sources = fields.get("sources") or ()
-    if isinstance(sources, str) or not all(isinstance(s, str) for s in sources):
+    sources = fields.get("sources") or []
+    if not isinstance(sources, list) or not all(isinstance(s, str) for s in sources):
         raise ConfigError(f"device {source}: sources: got {sources!r}, expected a list of texts.")
     return Device(name=str(fields.get("name", source)), sources=tuple(sources), **figures)
 

@@ -89,6 +89,8 @@ class RouteTable:
                 raise _wrong(name, array, f"whole numbers {at}")
         if self.weights is not None and self.weights.shape != self.S.shape:
             raise _wrong("weights", self.weights, f"{self.S.shape} as in S")
+        if self.expert_bytes is not None and self.expert_bytes < 1:
+            raise DataError(f"The route table's expert_bytes: got {self.expert_bytes}, expected a whole number ≥ 1.")
         if self.S.size:
             for extreme in extremes(self.S):
                 if not 0 <= extreme < self.n_experts:
