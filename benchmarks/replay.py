@@ -112,7 +112,8 @@ def whole(a: argparse.Namespace, policy: str) -> Work:
     def work() -> int:
         reader.reset()
         miss_ratio, _ = getattr(libcachesim, policy)(cache_size=a.capacity, hashpower=12).process_trace(reader)
-        return round(miss_ratio * accesses)
+        misses: int = round(miss_ratio * accesses)
+        return misses
 
     return work
 
