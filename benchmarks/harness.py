@@ -22,7 +22,7 @@ Work = Callable[[], object]
 
 
 def serve(prepare: Callable[[], Work], warm_up: int) -> None:
-    """The contestant's side: run once per line of input, answer with seconds and peak memory.
+    """The contestant's side: run once per line of input, answer with seconds, peak memory and a number if it found one.
 
     Memory counts from here on: what the contestant needs is to be imported before.
     """
@@ -34,9 +34,10 @@ def serve(prepare: Callable[[], Work], warm_up: int) -> None:
     print(json.dumps({"warm_up_s": time.perf_counter() - start}), flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
-        work()
+        result = work()
         seconds = time.perf_counter() - start
-        print(json.dumps({"seconds": seconds, "peak_mb": (_peak_kb() - base) / 1024}), flush=True)
+        told = result if isinstance(result, int) else None
+        print(json.dumps({"seconds": seconds, "peak_mb": (_peak_kb() - base) / 1024, "result": told}), flush=True)
 
 
 def _peak_kb() -> int:
@@ -48,12 +49,13 @@ def _peak_kb() -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds over interleaved rounds."""
+    """Seconds over interleaved rounds; `result` is the number that the work found, if any."""
 
     name: str
     seconds: list[float]
     peak_mb: float
     warm_up_s: float = 0.0
+    result: int | None = None
 
     @property
     def median(self) -> float:
@@ -82,6 +84,7 @@ class Contestant:
         self.name = name
         self._seconds: list[float] = []
         self._peak_mb = 0.0
+        self._result: int | None = None
         self._process = subprocess.Popen(
             [sys.executable, str(script), "--serve", name, *arguments],
             stdin=subprocess.PIPE,
@@ -100,13 +103,14 @@ class Contestant:
         answer = self._answer()
         self._seconds.append(answer["seconds"])
         self._peak_mb = answer["peak_mb"]
+        self._result = answer["result"]
         return self._seconds[-1]
 
     def end(self) -> Timing:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
-        return Timing(self.name, self._seconds, self._peak_mb, self.warm_up_s)
+        return Timing(self.name, self._seconds, self._peak_mb, self.warm_up_s, self._result)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -10,7 +10,8 @@ Contestants (each a process of its own, taking turns; all read the same syntheti
     per request          libCacheSim's LRU called from Python once per request, on the first --slow accesses
     whole, whole belady  libCacheSim's own whole-trace path: its C reader on an oracleGeneral file, LRU and Belady
 
-Times are compared per access. Memory is what a process needs beyond its imports, opening the trace included.
+All that see the same accesses must count the same misses. Times are compared per access. Memory is what a process needs
+beyond its imports, opening the trace included.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def ours(a: argparse.Namespace, policy: str) -> Work:
     from stickymoe.locality.replay import simulate
 
     table = load_table(a.trace)
-    return lambda: simulate(table, policy=policy, capacity=a.capacity)
+    return lambda: simulate(table, policy=policy, capacity=a.capacity).misses
 
 
 def curve(a: argparse.Namespace) -> Work:
@@ -77,7 +78,7 @@ def curve(a: argparse.Namespace) -> Work:
     from stickymoe.locality.replay import miss_curve
 
     table = load_table(a.trace)
-    return lambda: miss_curve(table)
+    return lambda: miss_curve(table).at(a.capacity).misses
 
 
 def per_request(a: argparse.Namespace) -> Work:
@@ -87,10 +88,12 @@ def per_request(a: argparse.Namespace) -> Work:
 
     entries = load_table(a.trace).S.reshape(-1)[: a.slow].tolist()
 
-    def work() -> None:
+    def work() -> int:
         cache = libcachesim.LRU(cache_size=a.capacity, hashpower=12)
+        hits = 0
         for entry in entries:
-            cache.get(libcachesim.Request(obj_id=entry, obj_size=1))
+            hits += cache.get(libcachesim.Request(obj_id=entry, obj_size=1))
+        return len(entries) - hits
 
     return work
 
@@ -104,9 +107,13 @@ def whole(a: argparse.Namespace, policy: str) -> Work:
         reader_init_params=libcachesim.ReaderInitParam(ignore_obj_size=True),
     )
 
-    def work() -> None:
+    accesses = reader.get_num_of_req()
+
+    def work() -> int:
         reader.reset()
-        getattr(libcachesim, policy)(cache_size=a.capacity, hashpower=12).process_trace(reader)
+        miss_ratio, _ = getattr(libcachesim, policy)(cache_size=a.capacity, hashpower=12).process_trace(reader)
+        misses: int = round(miss_ratio * accesses)
+        return misses
 
     return work
 
@@ -130,13 +137,22 @@ def run(names: list[str], trace: Path, *, accesses: int, slow: int, experts: int
     for timing in timings:
         n = min(slow, accesses) if timing.name == "per request" else accesses
         found[timing.name] = _told(timing, n)
+    _agree(found)
     return {"accesses": accesses, "experts": experts, "capacity": capacity, "timings": found}
+
+
+def _agree(found: dict[str, Any]) -> None:
+    """Contestants of one policy that saw the same accesses must have missed as often."""
+    for names in (("lru", "curve", "per request", "whole"), ("belady", "whole belady")):
+        misses = {(found[name]["accesses"], found[name]["misses"]) for name in names if name in found}
+        if len(misses) > len({accesses for accesses, _ in misses}):
+            raise RuntimeError(f"{', '.join(names)} disagree: (accesses, misses) {sorted(misses)}")
 
 
 def _told(timing: Timing, n: int) -> dict[str, Any]:
     ns = 1e9 * timing.median / n
     print(f"  {timing.name:14} {ns:9.1f} ns/access ± {timing.spread:.0%}  {timing.peak_mb:8.0f} MB", flush=True)
-    return {**timing.as_dict(), "accesses": n, "ns_per_access": round(ns, 3)}
+    return {**timing.as_dict(), "accesses": n, "misses": timing.result, "ns_per_access": round(ns, 3)}
 
 
 def targets(main: dict[str, Any], largest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,10 +8,14 @@ import re
 import numpy as np
 import pytest
 
+from experiments.records import a_run, write
 from stickymoe.cli import main
 from stickymoe.locality.formats import load_table, save_table
-from stickymoe.locality.replay import simulate
+from stickymoe.locality.replay import allocate, miss_curve, simulate
+from stickymoe.locality.streams import Access
 from stickymoe.locality.table import RouteTable
+
+RUNS = ((0.1, 33.0), (0.2, 31.0), (0.5, 32.0))
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +41,83 @@ def test_simulate_prints_and_writes_what_the_simulator_counts(made, capsys, tmp_
     assert entry["policies"]["lru"]["3"]["misses"] == [c.misses for c in result.caches]
 
 
-def test_simulate_takes_every_way_through_a_trace(made, capsys):
-    for flags in (
-        ["--top1", "--warm"],
-        ["--order", "decode", "--pool", "--policy", "lru", "--capacity", "4,16"],
-        ["--share_block", "full", "--order", "decode", "--capacity", "4"],
-        ["--share_block", "2", "--capacity", "4", "--chosen"],
-        ["--prefetch", "previous", "--capacity", "3"],
-        ["--prefetch", str(made), "--capacity", "3"],
-        ["--figures", "--capacity", "9"],
-    ):
-        assert "slots" in said(capsys, "simulate", made, *flags), flags
+@pytest.mark.parametrize(
+    ("flags", "capacity", "access"),
+    [
+        (["--top1", "--warm"], 3, {"top1": True, "warm": True}),
+        (["--order", "decode", "--pool"], 8, {"order": "decode", "pool": True}),
+        (["--share_block", "full", "--order", "decode"], 4, {"share_block": 2, "order": "decode"}),
+        (["--share_block", "2"], 4, {"share_block": 2}),
+        (["--prefetch", "previous"], 3, {"prefetch": "previous"}),
+        (["--prefetch", "TRACE"], 3, {"prefetch": "TRACE"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_simulate_takes_every_way_through_a_trace(made, capsys, flags, capacity, access):
+    table = load_table(made)
+    if access.get("prefetch") == "TRACE":
+        access = {"prefetch": table.S}
+    out = said(capsys, "simulate", made, "--capacity", capacity, *(made if f == "TRACE" else f for f in flags))
+    policies = ("lru", "lfu", "fifo", "sieve", "static") + ("belady",) * ("prefetch" not in access)
+    found = [simulate(table, policy=p, capacity=capacity, access=Access(**access)) for p in policies]
+    expected = [str(capacity)]
+    for result in found:
+        expected.append(f"{100 * result.miss_rate:.2f}")
+        if "prefetch" in access:
+            expected.append(f"{result.wasted / result.tokens:.3f}")
+    assert expected in [line.split() for line in out.splitlines()]
+
+
+def test_simulate_divides_slots_by_the_miss_curves(made, capsys, tmp_path):
+    said(capsys, "simulate", made, "--capacity", "3", "--chosen", "--policy", "lru", "--json", tmp_path / "a.json")
+    (entry,) = json.loads((tmp_path / "a.json").read_text())
+    table = load_table(made)
+    slots = allocate(miss_curve(table), 6)
+    assert entry["policies"]["lru"]["3"]["slots"] == slots
+    assert entry["policies"]["lru"]["3"]["misses"] == [c.misses for c in simulate(table, capacity=slots).caches]
+
+
+def test_simulate_says_what_more_slots_than_experts_do(made, capsys):
     assert "only cold misses" in said(capsys, "simulate", made, "--capacity", "9")
+
+
+def test_simulate_takes_all_capacities_and_spaces_in_lists(made, capsys, tmp_path):
+    said(capsys, "simulate", made, "--capacity", "all", "--policy", "lru, belady", "--json", tmp_path / "a.json")
+    (entry,) = json.loads((tmp_path / "a.json").read_text())
+    for policy in ("lru", "belady"):
+        misses = miss_curve(load_table(made), policy=policy).misses
+        assert [by["misses"] for by in entry["policies"][policy].values()] == misses.T.tolist()
 
 
 def test_plan_answers_a_budget(made, capsys):
     budget = ["--expert_bytes", "1MB", "--device", "raspberry-pi-5"]
-    assert "lru with 3 slots a cache (6 MB)" in said(capsys, "plan", made, *budget, "--memory", "6MB")
+    out = said(capsys, "plan", made, *budget, "--memory", "6MB")
+    assert "lru with 3 slots a cache (6 MB)" in out
+    assert "experts alone counted" in out
+    assert "lru with 3 slots a cache (7 MB)" in said(
+        capsys, "plan", made, *budget, "--memory", "7MB", "--other_bytes", "1000KB"
+    )
     assert "No cache fits 1 MB" in said(capsys, "plan", made, *budget, "--memory", "1MB")
     assert "No cache reaches 1e+06 tokens/s" in said(capsys, "plan", made, *budget, "--tokens_per_s", "1e6")
     assert "◂" in said(capsys, "plan", made, *budget, "--chosen", "--warm")
+
+
+def test_plan_chooses_a_run_by_memory_alone(capsys, tmp_path):
+    runs = [write(a_run({"name": "soft", "lam": lam}, ppl=ppl), tmp_path, words=("one",)) for lam, ppl in RUNS]
+    out = said(capsys, "plan", *runs, "--device", "raspberry-pi-5")
+    assert "The lowest perplexity whose smallest useful cache fits 8 GB has soft λ=0.2." in out
+    out = said(capsys, "plan", *runs, "--device", "raspberry-pi-5", "--memory", "1MB")
+    assert "No run meets the budget." in out
+    for lam, _ in RUNS:
+        assert f"soft λ={lam}: No cache fits 1 MB: the smallest, 2 slots a cache, takes" in out
+
+
+def test_a_run_that_shares_its_experts_is_replayed_so(capsys, tmp_path):
+    run = write(a_run("vanilla", settings={"model": {"share_block": 2}}), tmp_path, words=("one",))
+    rate = simulate(load_table(run / "routes"), capacity=3, access=Access(share_block=2)).miss_rate
+    assert f"{100 * rate:.2f}" in said(capsys, "simulate", run, "--policy", "lru", "--capacity", "3")
+    assert main(["simulate", str(run), "--share_block", "1"]) == 2
+    assert "is a run with share_block=2" in capsys.readouterr().err
 
 
 def test_device_shows_lists_and_measures(capsys, tmp_path):
@@ -95,7 +156,12 @@ def test_convert_writes_a_folder_that_simulate_takes(capsys, tmp_path):
         (["plan", "TRACE", "--device", "BROKEN"], r"load_bandwidth is missing"),
         (["plan", "TRACE", "--device", "rtx-4090", "--memory", "lots"], r"--memory: got 'lots'"),
         (["plan", "TRACE", "--device", "rtx-4090", "--tokens_per_s", "-1"], r"--tokens_per_s: got -1.0"),
-        (["plan", "TRACE", "TRACE", "--device", "rtx-4090"], r"add --tokens_per_s"),
+        (["plan", "TRACE", "--device", "rtx-4090", "--memory", ""], r"--memory: got ''"),
+        (
+            ["plan", "TRACE", "--device", "rtx-4090", "--expert_bytes", "0.5"],
+            r"expert_bytes: got 0.5, expected a number ≥ 1",
+        ),
+        (["plan", "TRACE", "TRACE", "--device", "rtx-4090"], r"has no perplexity: runs are chosen among run folders"),
         (["trace", "covert"], r"Unknown trace command 'covert'. Did you mean 'convert'"),
         (["trace", "convert", "TEXT", "OUT"], r"is of no known trace format"),
         (["trace", "convert", "TEXT", "OUT", "--format", "vllm"], r"Unknown trace format 'vllm'. Known: bigmoeonedge"),

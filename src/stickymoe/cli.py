@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import sys
@@ -224,13 +225,15 @@ def _report(argv: list[str]) -> None:
     parser.add_argument(
         "--device", default="raspberry-pi-5", metavar="NAME", help="profile for tokens/s (default raspberry-pi-5)"
     )
-    parser.add_argument("--memory", metavar="BYTES", help="budget for experts (default half of them)")
+    parser.add_argument(
+        "--memory", metavar="BYTES", help="budget for weights (default half of the experts and all else)"
+    )
     args = parser.parse_args(argv)
 
     from stickymoe.experiments.report import report
     from stickymoe.locality.devices import parse_bytes
 
-    memory = parse_bytes(args.memory, "--memory") if args.memory else None
+    memory = None if args.memory is None else parse_bytes(args.memory, "--memory")
     collection = report(args.runs, args.out, device=args.device, memory=memory)
     for bad in collection.damaged:
         print(f"stickymoe: skipped {bad.path}: {bad.reason}", file=sys.stderr)
@@ -244,8 +247,6 @@ def _variants(argv: list[str]) -> None:
     parser = _parser("variants", "List the variants with their equations.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.parse_args(argv)
-
-    import dataclasses
 
     from rich.console import Console
     from rich.markup import escape
@@ -271,25 +272,22 @@ def _add_access(parser: argparse.ArgumentParser, *, order: str) -> None:
     )
     parser.add_argument("--pool", action="store_true", help="one cache over all layers instead of slots per layer")
     parser.add_argument(
-        "--share_block", default="1", metavar="K", help="layers that share their weights: 1, 2, …, full or universal"
+        "--share_block",
+        metavar="K",
+        help="layers that share their weights: 1, 2, …, full or universal (default the run's)",
     )
     parser.add_argument("--warm", action="store_true", help="keep caches from one sequence to the next")
     parser.add_argument("--chosen", action="store_true", help="divide the slots over the layers by their miss curves")
 
 
 def _access(args: argparse.Namespace, *, top1: bool = False, prefetch: str | None = None) -> Access:
+    """The options; sharing is each trace's own."""
     from stickymoe.locality.formats import open_trace
     from stickymoe.locality.streams import Access
 
-    full = args.share_block in ("full", "universal")
-    if not full and not args.share_block.isdigit():
-        raise StickyError(
-            f"--share_block: got '{args.share_block}', expected a whole number of layers, full or universal."
-        )
     return Access(
         order=args.order,
         pool=args.pool,
-        share_block=None if full else int(args.share_block),
         warm=args.warm,
         top1=top1,
         prefetch="previous" if prefetch == "previous" else None if prefetch is None else open_trace(Path(prefetch)).S,
@@ -301,7 +299,7 @@ def _simulate(argv: list[str]) -> None:
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="run folder, its routes, or a trace")
     parser.add_argument("--policy", metavar="LIST", help="lru, lfu, fifo, sieve, static, belady (default all)")
-    parser.add_argument("--capacity", type=_numbers, metavar="LIST", help="slots of each cache, separated by commas")
+    parser.add_argument("--capacity", type=_capacities, metavar="LIST", help="slots of each cache, as 2,3; or all")
     _add_access(parser, order="layer")
     parser.add_argument("--top1", action="store_true", help="ask for the heaviest expert only, as the paper does")
     parser.add_argument("--prefetch", metavar="WHAT", help="previous (token's set), or a trace of predicted sets")
@@ -312,15 +310,24 @@ def _simulate(argv: list[str]) -> None:
     from stickymoe.experiments import lab
     from stickymoe.experiments.tables import results_console
 
-    access = _access(args, top1=args.top1, prefetch=args.prefetch)
-    policies = args.policy.split(",") if args.policy else lab.default_policies(access)
+    asked = _access(args, top1=args.top1, prefetch=args.prefetch)
+    policies = lab.default_policies(asked) if args.policy is None else _names(args.policy)
+    whole = args.capacity == "all"
     traces = lab.open_traces(args.traces)
     reports, found = [], []
     console = results_console()
     for trace in traces:
-        report = lab.study(trace, policies=policies, capacities=args.capacity, access=access, chosen=args.chosen)
+        report = lab.study(
+            trace,
+            policies=policies,
+            capacities=None if whole else args.capacity,
+            access=dataclasses.replace(asked, share_block=lab.sharing(trace, args.share_block)),
+            chosen=args.chosen,
+            whole=whole,
+        )
         reports.append(report)
-        lines = [trace.told, lab.misses_table(report), lab.capacity_note(report), report.words]
+        notes = [lab.star_note(policies), lab.capacity_note(report), report.words]
+        lines = [trace.told, lab.misses_table(report), *notes]
         if args.figures:
             found.append(lab.locality_figures(trace.table))
             lines.insert(2, lab.figures_table(found[-1]))
@@ -342,7 +349,7 @@ def _plan(argv: list[str]) -> None:
     parser.add_argument("--policy", default="lru,belady", metavar="LIST", help="(default lru,belady)")
     parser.add_argument("--expert_bytes", metavar="BYTES", help="size of one expert, where the trace does not know")
     parser.add_argument(
-        "--other_bytes", default="0", metavar="BYTES", help="weights that are always resident (default 0)"
+        "--other_bytes", metavar="BYTES", help="weights that are always resident (default the run's, or 0)"
     )
     _add_access(parser, order="decode")
     args = parser.parse_args(argv)
@@ -350,38 +357,42 @@ def _plan(argv: list[str]) -> None:
     from stickymoe.experiments import lab
     from stickymoe.experiments.tables import results_console
     from stickymoe.locality.devices import load_device, parse_bytes
+    from stickymoe.locality.streams import streams
 
     device = load_device(args.device)
     speed = args.tokens_per_s
     if speed is not None and not 0 < speed < float("inf"):
         raise StickyError(f"--tokens_per_s: got {speed}, expected a number > 0.")
-    budget = lab.Budget(parse_bytes(args.memory, "--memory") if args.memory else device.fast_memory, speed)
-    size = parse_bytes(args.expert_bytes, "--expert_bytes") if args.expert_bytes else None
-    other = parse_bytes(args.other_bytes, "--other_bytes")
-    if len(args.traces) > 1 and speed is None:
-        raise StickyError("Several runs are chosen from by speed within a budget: add --tokens_per_s.")
+    memory, size, other = (
+        None if (text := getattr(args, name)) is None else parse_bytes(text, f"--{name}")
+        for name in ("memory", "expert_bytes", "other_bytes")
+    )
+    budget = lab.Budget(device.fast_memory if memory is None else memory, speed)
+    asked = _access(args)
     traces = lab.open_traces(args.traces)
+    if len(traces) > 1:
+        lab.require_perplexities(traces)
     console = results_console()
-    console.print(device.name, highlight=False, markup=False)
+    lines: list[object] = []
     answers = []
     for trace in traces:
+        weights = lab.weights_of(trace, size, other)
+        access = dataclasses.replace(asked, share_block=lab.sharing(trace, args.share_block))
         points = lab.plan_points(
-            trace,
-            device,
-            lab.weights_of(trace, size, other),
-            policies=args.policy.split(","),
-            access=_access(args),
-            chosen=args.chosen,
+            trace, device, weights, policies=_names(args.policy), access=access, chosen=args.chosen
         )
+        lines.append(lab.weights_note(trace, weights, other))
+        if len(traces) > 1 and speed is None:
+            points = lab.useful(points, lab.least_useful(trace.table, access))
         answers.append(lab.answer(points, budget))
         if len(traces) == 1:
-            console.print(lab.plan_table(points))
-            console.print(answers[0].words, highlight=False, markup=False, soft_wrap=True)
+            shown = lab.default_capacities(streams(trace.table, access)[0])
+            lines += [lab.plan_table(points, shown, answers[0].point), lab.star_note(points), answers[0].words]
     if len(traces) > 1:
         best = lab.choose_run(traces, answers)
-        console.print(lab.runs_table(traces, answers, best))
-        told = "No run meets the budget." if best is None else f"{traces[best].label}: {answers[best].words}"
-        console.print(told, highlight=False, markup=False, soft_wrap=True)
+        lines += [lab.runs_table(traces, answers, best), *lab.choice_words(traces, answers, best, budget)]
+    for line in filter(None, [device.name, *lines]):
+        console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
 
 
 def _device(argv: list[str]) -> None:
@@ -440,8 +451,6 @@ def _trace_convert(argv: list[str]) -> None:
 
 
 def _trace_make(argv: list[str]) -> None:
-    import dataclasses
-
     from stickymoe.locality.synthetic import Synthetic, make_trace
 
     parser = _parser("trace make", "Write a synthetic trace folder.")
@@ -458,6 +467,14 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected whole numbers such as 2,3") from None
+
+
+def _capacities(text: str) -> list[int] | str:
+    return text if text == "all" else _numbers(text)
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import reference
 from stickymoe.errors import ConfigError
 from stickymoe.locality import coherence, groups
-from stickymoe.locality.replay import replay
+from stickymoe.locality.replay import simulate
+from stickymoe.locality.streams import Access
 from stickymoe.locality.table import RouteTable
 from strategies import tables, thorough
 
@@ -97,29 +98,10 @@ def test_one_group_is_loaded_once():
 # Shared tensors
 
 
-def decode_order(table):
-    """Requests [B, T·L, k]: a token passes all layers before the next one comes."""
-    L, B, T, k = table.S.shape
-    return table.S.transpose(1, 2, 0, 3).reshape(B, T * L, k)
-
-
 def test_a_shared_tensor_is_one_cache_entry_in_decode_order():
     """Four layers that all choose experts 0 and 1, three tokens."""
     S = np.broadcast_to(np.array([0, 1], dtype=np.uint8), (4, 1, 3, 2))
     table = RouteTable(S=S, n_experts=4, mask=np.ones((1, 3), dtype=bool))
     for share_block, misses in ((1, 8), (2, 4), (4, 2)):
-        named = table.by_tensor(share_block)
-        assert named.n_experts == 4 * (4 // share_block)
-        stats = replay(decode_order(named), capacity=8, n_experts=named.n_experts)
-        assert stats.misses == misses
-    with pytest.raises(ConfigError, match=r"^share_block: got 3, expected a divisor of 4 layers\.$"):
-        table.by_tensor(3)
-
-
-@thorough
-@given(tables())
-def test_names_by_tensor_keep_every_layers_routes(table):
-    apart, shared = table.by_tensor(1), table.by_tensor(table.n_layers)
-    assert (apart.S % table.n_experts == table.S).all()
-    assert (apart.S // table.n_experts == np.arange(table.n_layers)[:, None, None, None]).all()
-    assert (shared.S == table.S).all()
+        access = Access(order="decode", pool=True, share_block=share_block)
+        assert simulate(table, capacity=8, access=access).misses == misses

@@ -26,7 +26,16 @@ def test_a_load_waits_and_flows():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("512MB", 512e6), ("1.5 GiB", 1.5 * 2**30), ("4096", 4096), ("4kB", 4000), ("2G", 2e9)]
+    ("text", "value"),
+    [
+        ("512MB", 512e6),
+        ("1.5 GiB", 1.5 * 2**30),
+        ("4096", 4096),
+        ("4kB", 4000),
+        ("64KB", 64e3),
+        ("1kiB", 1024),
+        ("2G", 2e9),
+    ],
 )
 def test_bytes_as_people_write_them(text, value):
     assert parse_bytes(text) == value
@@ -60,6 +69,8 @@ def test_a_missing_figure_is_refused_by_name(figure):
         ("a: b: c", r"^device d is not YAML"),
         (yaml.safe_dump({**GOOD, "bandwith": 1}), r"^device d: Unknown figure 'bandwith'"),
         (yaml.safe_dump({**GOOD, "sources": "me"}), r"^device d: sources: got 'me'"),
+        (yaml.safe_dump({**GOOD, "sources": 5}), r"^device d: sources: got 5"),
+        ("name: 2026-13-45", r"^device d is not YAML: month must be in 1..12"),
     ],
 )
 def test_what_is_no_profile_is_refused(text, says):

@@ -88,6 +88,14 @@ def test_columns_are_read_by_name_and_unknown_weights_are_unknown(bigmoe):
         (PREAMBLE.replace("n_expert=8", "n_expert=x") + ROWS, r"got n_expert 'x' in the preamble"),
         (PREAMBLE.replace("n_expert_used=2", "") + ROWS, r"got n_expert_used '' in the preamble"),
         (PREAMBLE.replace("expert_bytes=4096", "expert_bytes=big") + ROWS, r"expert_bytes is no number"),
+        (PREAMBLE.replace("expert_bytes=4096", "expert_bytes=-1") + ROWS, r"got expert_bytes -1 in the preamble"),
+        (PREAMBLE.replace("n_expert=8", "n_expert=²") + ROWS, r"got n_expert '²' in the preamble"),
+        (
+            PREAMBLE.replace("used=2", "used=9") + ROWS,
+            r"got n_expert_used 9 in the preamble, expected at most n_expert=8",
+        ),
+        (PREAMBLE + ROWS.replace("0,1,2,", "0,300,2,"), r"got phase 300 at step 2, expected 0 \(prefill\) or 1"),
+        (PREAMBLE + ROWS + "x" * 200_000, r"is damaged: field larger than field limit"),
         (PREAMBLE.replace("slot,", "") + ROWS, r"column slot is missing"),
         ("turn,phase\n1,2\n", r"is of no known trace format\. Known: .*bigmoeonedge, cacheable-by-design"),
         ("", r"is of no known trace format"),
@@ -131,7 +139,9 @@ def test_a_truncated_npz_and_one_of_another_kind_are_refused(tmp_path):
     whole = cacheable(tmp_path / "a.npz", np.zeros((1, 3, 2), np.int16), {"num_experts": 4}).read_bytes()
     (tmp_path / "b.npz").write_bytes(whole[: len(whole) // 2])
     np.savez(tmp_path / "c.npz", other=np.zeros(3))
-    for name in ("b.npz", "c.npz"):
+    at = whole.index(b"experts.npy") + 40
+    (tmp_path / "d.npz").write_bytes(whole[:at] + b"\xff" * 20 + whole[at + 20 :])
+    for name in ("b.npz", "c.npz", "d.npz"):
         with pytest.raises(StickyError, match=rf"^[^\n]*{name} is damaged or no routing-lab trace[^\n]*$"):
             read_foreign(tmp_path / name)
 

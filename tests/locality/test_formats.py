@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stickymoe.errors import DataError
-from stickymoe.locality.formats import load_table, save_table
+from stickymoe.locality.formats import create_table, load_table, save_table
 from stickymoe.locality.metrics import switch_rate
-from stickymoe.locality.table import RouteTable
+from stickymoe.locality.table import RouteTable, index_dtype
 from strategies import seeds, tables
 
 ARRAYS = ("S", "mask", "doc", "weights", "phase", "tokens")
@@ -112,7 +112,7 @@ def test_an_interrupted_save_leaves_no_header(saved, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(np, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DataError, match="No space left"):
         save_table(table, saved)
     monkeypatch.undo()
     assert "header.json" in refusal(saved)
@@ -223,3 +223,46 @@ def test_an_expert_below_zero(saved):
     np.save(saved / "S.npy", S)
     with pytest.raises(DataError, match=r"^The route table names expert -1, but there are 4 experts \(0 … 3\)\.$"):
         load_table(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"S": np.zeros((2, 3, 1), np.uint8)}, r"experts: got uint8 \(2, 3, 1\), expected whole numbers \[layers"),
+        ({"S": np.zeros((1, 2, 3, 1))}, r"experts: got float64"),
+        ({"S": np.zeros((1, 2, 3, 0), np.uint8)}, r"chooses 0 of 4 experts, expected 1 ≤ k ≤ experts ≤ 65536"),
+        ({"S": np.zeros((1, 2, 3, 5), np.uint8)}, r"chooses 5 of 4 experts"),
+        ({"n_experts": 65_537}, r"chooses 1 of 65537 experts"),
+        ({"mask": np.full((2, 3), 255, np.uint8)}, r"mask: got uint8 \(2, 3\), expected bool \(2, 3\)"),
+        ({"mask": np.ones((2, 3))}, r"mask: got float64"),
+        ({"mask": np.ones((3, 2), bool)}, r"mask: got bool \(3, 2\), expected bool \(2, 3\)"),
+        ({"doc": np.zeros((2, 3))}, r"doc: got float64 \(2, 3\), expected whole numbers \(2, 3\)"),
+        ({"tokens": np.zeros((2, 4), int)}, r"tokens: got int64 \(2, 4\)"),
+        ({"phase": np.zeros((2, 3), bool)}, r"phase: got bool"),
+        ({"weights": np.zeros((1, 2, 3, 2))}, r"weights: got float64 \(1, 2, 3, 2\), expected \(1, 2, 3, 1\) as in S"),
+    ],
+)
+def test_arrays_that_are_no_routes_are_refused(changes, says):
+    fields = {"S": np.zeros((1, 2, 3, 1), np.uint8), "n_experts": 4, "mask": np.ones((2, 3), bool)}
+    table = object.__new__(RouteTable)  # past the type checks of the tests, as a user has none
+    unknown = dict.fromkeys(("doc", "weights", "phase", "tokens"))
+    for name, value in {**unknown, **fields, **changes}.items():
+        object.__setattr__(table, name, value)
+    with pytest.raises(DataError, match=rf"^The route table('s)? {says}"):
+        table.__post_init__()
+
+
+def test_no_index_wraps():
+    assert np.iinfo(index_dtype(1 << 16)).max == (1 << 16) - 1
+    with pytest.raises(DataError, match=r"^n_experts: got 65537, expected 1 … 65536\.$"):
+        index_dtype((1 << 16) + 1)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    table = RouteTable(S=np.zeros((1, 2, 3, 1), np.uint8), n_experts=4, mask=np.ones((2, 3), bool))
+    (tmp_path / "S.npy").mkdir()  # in the way of the array
+    says = rf"^{tmp_path} cannot be written \(Is a directory\)\.$"
+    with pytest.raises(DataError, match=says):
+        save_table(table, tmp_path)
+    with pytest.raises(DataError, match=says), create_table(tmp_path, table.S.shape, n_experts=4):
+        pass

@@ -15,7 +15,7 @@ DEVICE = Device("d", fast_memory=1e3, load_bandwidth=1e3, load_latency_ms=2.0, c
 
 
 def point(memory, ms, slots=(1,)):
-    return Point("lru", slots, float(memory), 0.5, 1.0, float(ms))
+    return Point("lru", slots, float(memory), 0.5, ms / 8, float(ms))
 
 
 @costly
@@ -75,7 +75,8 @@ def test_the_smallest_cache_that_is_fast_enough():
         (
             1e3,
             500.0,
-            r"^No cache reaches 500 tokens/s in 1 kB: even the largest cache gives 100 \(1 loads a token remain\)\.$",
+            r"^No cache reaches 500 tokens/s in 1 kB: even the fastest cache, 3 slots a cache, gives 100 "
+            r"\(1.25 loads a token remain\)\.$",
         ),
     ],
 )
@@ -86,11 +87,17 @@ def test_none_does_it_and_why(memory, speed, says):
     assert re.match(says, found.words), found.words
 
 
+def test_speed_and_loads_are_told_of_the_same_cache():
+    points = [point(100, 20), point(200, 50), point(300, 40)]  # fewer slots can be faster, below k
+    words = smallest(points, memory=1e3, tokens_per_s=500.0).words
+    assert words.endswith("even the fastest cache, 1 slot in all, gives 50 (2.5 loads a token remain).")
+
+
 @pytest.mark.parametrize(
     ("rates", "says"),
     [
         (
-            {"lru": 0.118, "belady": 0.099},
+            {"lru": 0.118, "static": 0.05, "belady": 0.099},
             "with 2 slots a cache: 11.8% misses (lru), Belady 9.9%, so the policy is not the problem",
         ),
         (
@@ -98,14 +105,15 @@ def test_none_does_it_and_why(memory, speed, says):
             "30.0% misses (lfu), Belady 10.0%, so a better policy could avoid up to 67%",
         ),
         ({"lru": 0.002, "belady": 0.001}, "so the cache is large enough"),
+        ({"lru": 0.06, "belady": 0.05}, "6.0% misses (lru), Belady 5.0%, so only cold starts remain"),
     ],
 )
 def test_policy_or_working_set(rates, says):
-    assert says in verdict("2 slots a cache", rates, 5.0)
+    assert says in verdict("2 slots a cache", rates, cold=0.05, working_set=5.0)
 
 
 @pytest.mark.parametrize(
-    ("size", "other", "key"), [(0.0, 0.0, "expert_bytes"), (-1.0, 0.0, "expert_bytes"), (1.0, -1.0, "other_bytes")]
+    ("size", "other", "key"), [(0.0, 0.0, "expert_bytes"), (0.5, 0.0, "expert_bytes"), (1.0, -1.0, "other_bytes")]
 )
 def test_weights_without_a_size_are_refused(size, other, key):
     with pytest.raises(StickyError, match=f"^{key}: got"):

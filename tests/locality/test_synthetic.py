@@ -7,6 +7,7 @@ from stickymoe.errors import StickyError
 from stickymoe.locality import synthetic
 from stickymoe.locality.figures import reuse_by_lag
 from stickymoe.locality.formats import load_table
+from stickymoe.locality.kernels import _draw_free, seed
 from stickymoe.locality.metrics import utilisation_by_layer
 from stickymoe.locality.synthetic import Synthetic, make_trace
 
@@ -24,11 +25,24 @@ def test_shape_and_distinct_experts(tmp_path, n_experts, top_k):
     assert (np.diff(np.sort(table.S, axis=-1).astype(int), axis=-1) > 0).all()
 
 
-def test_stickiness_is_the_chance_that_a_slot_keeps_its_expert(tmp_path):
+def test_stickiness_is_the_chance_that_a_slot_is_not_drawn_anew(tmp_path):
     for stickiness in (0.0, 0.7, 1.0):
         table = make(tmp_path, n_experts=64, top_k=1, stickiness=stickiness, skew=0.0)
         stay = stickiness + (1 - stickiness) / 64
         assert reuse_by_lag(table, [1]).mean() == pytest.approx(stay, abs=0.02)
+
+
+@pytest.mark.parametrize("skew", [12.0, 99.0])
+def test_the_steepest_skew_still_gives_distinct_experts(tmp_path, skew):
+    table = make(tmp_path, n_experts=64, top_k=8, length=50, skew=skew)
+    assert (np.diff(np.sort(table.S, axis=-1).astype(int), axis=-1) > 0).all()
+
+
+def test_a_draw_outside_what_is_held_follows_popularity():
+    popularity = np.array([8.0, 4.0, 2.0, 1.0])
+    seed(0)
+    drawn = [_draw_free(np.array([0, -1]), np.arange(4), popularity) for _ in range(4000)]
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4000, [0, 4 / 7, 2 / 7, 1 / 7], atol=0.03)
 
 
 def test_skew_makes_experts_popular_and_layers_differ_in_which(tmp_path):

@@ -16,6 +16,7 @@ Chart = Any  # altair's charts share no useful base type
 Points = list[dict[str, Any]]
 
 _INK, _MUTED = "#222", "#767676"
+_DASHES = ([1, 0], [6, 2], [2, 2], [8, 3, 2, 3], [1, 3], [4, 4])  # one for each policy there is
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
 _MAX_CURVE = 50  # points of one curve; more cannot be told apart
 
@@ -349,7 +350,8 @@ def miss_curves(curves: dict[str, dict[str, tuple[list[int], list[float]]]]) -> 
         for policy, (capacities, rates) in by_policy.items()
         for slots, rate in zip(capacities, rates, strict=True)
     ]
-    dashes = alt.Scale(domain=["lru", "belady"], range=[[1, 0], [4, 3]])
+    policies = list(dict.fromkeys(policy for by_policy in curves.values() for policy in by_policy))
+    dashes = alt.Scale(domain=policies, range=[_DASHES[i % len(_DASHES)] for i in range(len(policies))])
     legend = alt.Legend(title=None, orient="top", symbolType="stroke", symbolStrokeColor=_INK)
     return (
         alt.Chart(_values(points))
@@ -376,7 +378,7 @@ def speed(speeds: dict[str, list[tuple[float, float, int]]], budget: float) -> C
         alt.Chart(_values(points))
         .mark_line(point={"size": 36}, strokeWidth=1.8)
         .encode(
-            x=alt.X("memory:Q", title="memory for experts, MB"),
+            x=alt.X("memory:Q", title="memory for weights, MB"),
             y=alt.Y("speed:Q", title="tokens per second", scale=alt.Scale(type="log", nice=True)),
             color=_run_colour(list(speeds)),
             tooltip=[

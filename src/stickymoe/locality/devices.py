@@ -19,7 +19,7 @@ import yaml
 
 from stickymoe.errors import ConfigError, unknown
 
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _FIGURES = ("fast_memory", "load_bandwidth", "load_latency_ms", "compute_bandwidth")
 
 
@@ -51,7 +51,7 @@ class Device:
 
 def parse_bytes(text: str, key: str = "bytes") -> float:
     """512MB, 1.5GiB, 4096: decimal and binary units."""
-    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([kMGT]i?)?B?\s*", text)
+    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([KMGT]i?)?B?\s*", text.replace("k", "K"))
     try:
         value = float(match[1]) * _UNITS[match[2] or ""] if match else math.nan
     except ValueError:
@@ -87,7 +87,7 @@ def parse_device(text: str, source: str) -> Device:
     """A profile from YAML; every figure is needed and none may be negative."""
     try:
         fields = yaml.safe_load(text)
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, ValueError) as e:  # a date that is none is a ValueError
         raise ConfigError(f"device {source} is not YAML: {' '.join(str(e).split())}.") from e
     known = [f.name for f in dataclasses.fields(Device)]
     if not isinstance(fields, dict):
@@ -96,8 +96,8 @@ def parse_device(text: str, source: str) -> Device:
     if surplus:
         raise ConfigError(f"device {source}: {unknown('figure', surplus[0], known)}")
     figures = {key: _figure(fields, key, source) for key in _FIGURES}
-    sources = fields.get("sources") or ()
-    if isinstance(sources, str) or not all(isinstance(s, str) for s in sources):
+    sources = fields.get("sources") or []
+    if not isinstance(sources, list) or not all(isinstance(s, str) for s in sources):
         raise ConfigError(f"device {source}: sources: got {sources!r}, expected a list of texts.")
     return Device(name=str(fields.get("name", source)), sources=tuple(sources), **figures)
 

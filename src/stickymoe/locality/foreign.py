@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def read_bigmoeonedge(path: Path) -> RouteTable:
     """
     facts, sizes, rows = _bigmoe_parts(path)
     n_experts, k = _whole(facts, "n_expert", path), _whole(facts, "n_expert_used", path)
+    if k > n_experts:
+        raise DataError(f"{path}: got n_expert_used {k} in the preamble, expected at most n_expert={n_experts}.")
     cells: dict[tuple[int, int], dict[int, list[tuple[int, int, float]]]] = {}
     phases: dict[tuple[int, int], int] = {}
     for turn, phase, step, layer, slot, expert, weight in rows:
@@ -34,6 +37,8 @@ def read_bigmoeonedge(path: Path) -> RouteTable:
             raise DataError(
                 f"{path}: got expert {expert} at step {step}, expected experts 0 … {n_experts - 1} and steps ≥ 0."
             )
+        if phase not in (0, 1):
+            raise DataError(f"{path}: got phase {phase} at step {step}, expected 0 (prefill) or 1 (decode).")
         cells.setdefault((turn, step), {}).setdefault(layer, []).append((slot, expert, weight))
         phases[turn, step] = phase
     layers = sorted({layer for token in cells.values() for layer in token})
@@ -75,6 +80,8 @@ def _bigmoe_parts(path: Path) -> tuple[dict[str, str], set[int], Iterator[tuple[
         sizes = {int(p["expert_bytes"]) for p in pairs if "expert_bytes" in p} - {0}
     except ValueError as e:
         raise DataError(f"{path}: the preamble's expert_bytes is no number: {e}.") from e
+    if min(sizes, default=1) < 1:
+        raise DataError(f"{path}: got expert_bytes {min(sizes)} in the preamble, expected a whole number ≥ 0.")
     table = csv.DictReader(line for line in lines if not line.startswith("#"))
     missing = [c for c in _BIGMOE_COLUMNS if c not in (table.fieldnames or ())]
     if missing:
@@ -96,7 +103,7 @@ def _bigmoe_rows(table: Any, path: Path) -> Iterator[tuple[int, int, int, int, i
 
 def _whole(facts: dict[str, str], key: str, path: Path) -> int:
     value = facts.get(key, "")
-    if not value.isdigit() or int(value) < 1:
+    if not value.isdecimal() or len(value) > 9 or int(value) < 1:
         raise DataError(f"{path}: got {key} '{value}' in the preamble, expected a whole number ≥ 1.")
     return int(value)
 
@@ -110,7 +117,7 @@ def read_cacheable(path: Path) -> RouteTable:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             experts, meta = arrays["experts"], json.loads(str(arrays["meta"]))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         raise DataError(f"{path} is damaged or no routing-lab trace: {' '.join(str(e).split())}.") from e
     n_experts = meta.get("num_experts") if isinstance(meta, dict) else None
     if type(n_experts) is not int or n_experts < 1:
@@ -138,6 +145,8 @@ def read_foreign(path: Path, format: str | None = None) -> RouteTable:
         return READERS[found](path)
     except OSError as e:
         raise DataError(f"{path} cannot be read ({e.strerror}).") from e
+    except csv.Error as e:
+        raise DataError(f"{path} is damaged: {e}.") from e
     except UnicodeDecodeError as e:
         raise DataError(f"{path} is no text, so no {found} trace.") from e
 

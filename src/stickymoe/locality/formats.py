@@ -29,13 +29,13 @@ _ARRAYS = ("S", "mask", "doc", "weights", "phase", "tokens")
 
 def save_table(table: RouteTable, folder: Path) -> None:
     arrays = {name: getattr(table, name) for name in _ARRAYS if getattr(table, name) is not None}
-    _without_header(folder)
-    for name, array in arrays.items():
-        fresh = folder / f".{name}.npy"  # the table may be mapped from the very file it replaces
-        np.save(fresh, array)
-        fresh.replace(folder / f"{name}.npy")
     shapes = {name: list(array.shape) for name, array in arrays.items()}
-    _write_header(folder, shapes, n_experts=table.n_experts, expert_bytes=table.expert_bytes)
+    with _writing(folder):
+        for name, array in arrays.items():
+            fresh = folder / f".{name}.npy"  # the table may be mapped from the very file it replaces
+            np.save(fresh, array)
+            fresh.replace(folder / f"{name}.npy")
+        _write_header(folder, shapes, n_experts=table.n_experts, expert_bytes=table.expert_bytes)
 
 
 @contextlib.contextmanager
@@ -43,22 +43,24 @@ def create_table(
     folder: Path, shape: tuple[int, int, int, int], *, n_experts: int
 ) -> Iterator[tuple[Shaped[np.ndarray, "L B T k"], Shaped[np.ndarray, "B T"]]]:
     """A new table's `S` and `mask`, mapped to be written; complete once the block is left."""
-    _without_header(folder)
-    S = np.lib.format.open_memmap(folder / "S.npy", mode="w+", dtype=index_dtype(n_experts), shape=shape)
-    mask = np.lib.format.open_memmap(folder / "mask.npy", mode="w+", dtype=np.bool_, shape=shape[1:3])
-    yield S, mask
-    S.flush()
-    mask.flush()
-    _write_header(folder, {"S": list(shape), "mask": list(shape[1:3])}, n_experts=n_experts, expert_bytes=None)
+    with _writing(folder):
+        S = np.lib.format.open_memmap(folder / "S.npy", mode="w+", dtype=index_dtype(n_experts), shape=shape)
+        mask = np.lib.format.open_memmap(folder / "mask.npy", mode="w+", dtype=np.bool_, shape=shape[1:3])
+        yield S, mask
+        S.flush()
+        mask.flush()
+        _write_header(folder, {"S": list(shape), "mask": list(shape[1:3])}, n_experts=n_experts, expert_bytes=None)
 
 
-def _without_header(folder: Path) -> None:
-    """A folder to write into: incomplete from here on."""
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """A folder to write into: incomplete until it has a header again."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "header.json").unlink(missing_ok=True)
+        yield
     except OSError as e:
-        raise DataError(f"{folder} cannot be written ({e.strerror}).") from e
+        raise DataError(f"{folder} cannot be written ({e.strerror or e}).") from e
 
 
 def _write_header(folder: Path, shapes: dict[str, list[int]], *, n_experts: int, expert_bytes: int | None) -> None:

@@ -436,7 +436,7 @@ def seed(number: int) -> None:
 
 
 @njit(cache=True)
-def draw_sets(out: Any, state: Any, ranked: Any, chances: Any, stickiness: float) -> None:
+def draw_sets(out: Any, state: Any, ranked: Any, popularity: Any, chances: Any, stickiness: float) -> None:
     """Fill `out` [n, k] with sets of a synthetic trace; `state` holds the last one, −1 before the first."""
     k = out.shape[1]
     for t in range(len(out)):
@@ -444,13 +444,37 @@ def draw_sets(out: Any, state: Any, ranked: Any, chances: Any, stickiness: float
             if state[j] >= 0 and np.random.random() >= stickiness:
                 state[j] = -1
         for j in range(k):
-            while state[j] < 0:
+            tries = 0
+            while state[j] < 0 and tries < 16:
                 rank = min(np.searchsorted(chances, np.random.random()), len(ranked) - 1)
-                fresh = True
-                for other in range(k):
-                    if state[other] == ranked[rank]:
-                        fresh = False
-                if fresh:
+                if not _holds(state, ranked[rank]):
                     state[j] = ranked[rank]
+                tries += 1
+            if state[j] < 0:
+                state[j] = _draw_free(state, ranked, popularity)
         for j in range(k):
             out[t, j] = state[j]
+
+
+@njit(cache=True)
+def _holds(state: Any, expert: int) -> bool:
+    for held in state:  # noqa: SIM110  numba compiles no generator here
+        if held == expert:
+            return True
+    return False
+
+
+@njit(cache=True)
+def _draw_free(state: Any, ranked: Any, popularity: Any) -> int:
+    """An expert outside `state` by its popularity: the same chances as drawing until one is, in bounded time."""
+    total = 0.0
+    for rank in range(len(ranked)):
+        if not _holds(state, ranked[rank]):
+            total += popularity[rank]
+    left = np.random.random() * total
+    found = -1
+    for rank in range(len(ranked)):
+        if (found < 0 or left > 0) and not _holds(state, ranked[rank]):
+            found = ranked[rank]
+            left -= popularity[rank]
+    return found

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stickymoe.errors import ConfigError, require
+from stickymoe.locality.cache import ONLINE
 from stickymoe.locality.devices import Device
 from stickymoe.locality.replay import MissCurve, allocate
 from stickymoe.locality.table import RouteTable
+
+ENOUGH = 0.01  # misses per access that a cache may have and be called large enough
+NEARLY = 0.75  # share of a policy's misses that Belady must have for the policy to be called blameless
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Weights:
     other: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self.expert > 0, "expert_bytes", self.expert, "a number > 0")
+        require(self.expert >= 1, "expert_bytes", self.expert, "a number ≥ 1")
         require(self.other >= 0, "other_bytes", self.other, "a number ≥ 0")
 
 
@@ -115,8 +119,9 @@ def _why(points: Sequence[Point], best: Point, tokens_per_s: float) -> str:
         return (
             f"that takes {in_bytes(needed.memory)} ({_slots(needed)}), here {in_speed(best.tokens_per_s)} is the most"
         )
-    loads = f"{best.loads_per_token:.3g} loads a token remain"
-    return f"even the largest cache gives {in_speed(max(p.tokens_per_s for p in points))} ({loads})"
+    fastest = max(points, key=lambda p: p.tokens_per_s)
+    loads = f"{fastest.loads_per_token:.3g} loads a token remain"
+    return f"even the fastest cache, {_slots(fastest)}, gives {in_speed(fastest.tokens_per_s)} ({loads})"
 
 
 def _told(point: Point) -> str:
@@ -147,18 +152,21 @@ def in_speed(tokens_per_s: float) -> str:
     return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
 
 
-def verdict(told: str, rates: dict[str, float], working_set: float) -> str:
+def verdict(told: str, rates: dict[str, float], *, cold: float, working_set: float) -> str:
     """Policy or working set? `rates` are miss rates of the cache that `told` names, Belady's among them.
 
-    `working_set` counts the experts of a layer in use within 16 tokens; NaN if no text is that long.
+    `cold` is the rate that is left with room for all; `working_set` counts the experts of a layer in use within 16
+    tokens, NaN if no text is that long.
     """
     bound = rates["belady"]
-    policy = min((p for p in rates if p != "belady"), key=rates.__getitem__, default="belady")
+    policy = min((p for p in rates if p in ONLINE), key=rates.__getitem__)
     rate = rates[policy]
     told = f"with {told}: {rate:.1%} misses ({policy}), Belady {bound:.1%}"
-    if rate <= 0.01:
+    if rate <= ENOUGH:
         return f"{told}, so the cache is large enough"
-    if bound >= 0.75 * rate:
-        used = "" if math.isnan(working_set) else f": 16 tokens use {working_set:.1f} experts of a layer"
-        return f"{told}, so the policy is not the problem{used}"
-    return f"{told}, so a better policy could avoid up to {1 - bound / rate:.0%} of the misses"
+    if bound < NEARLY * rate:
+        return f"{told}, so a better policy could avoid up to {1 - bound / rate:.0%} of the misses"
+    if bound <= cold:
+        return f"{told}, so only cold starts remain"
+    used = "" if math.isnan(working_set) else f": 16 tokens use {working_set:.1f} experts of a layer"
+    return f"{told}, so the policy is not the problem{used}"

@@ -258,9 +258,18 @@ class MissCurve:
 
     def rate(self, capacity: int) -> float:
         """Miss rate with `capacity` slots in every cache; more than the largest are as good as the largest."""
+        return float(self.rates[self._place(capacity)])
+
+    def at(self, capacity: int) -> Simulation:
+        """What `simulate` makes of the table with `capacity` slots in every cache."""
+        counts = zip(self.accesses.tolist(), self.misses[:, self._place(capacity)].tolist(), strict=True)
+        caches = (CacheStats(self.policy, capacity, hits=n - misses, misses=misses) for n, misses in counts)
+        return Simulation(tuple(caches), self.tokens)
+
+    def _place(self, capacity: int) -> int:
         found = np.flatnonzero(self.capacities == min(capacity, int(self.capacities[-1])))
         require(len(found) == 1, "capacity", capacity, f"one of {self.capacities.tolist()}")
-        return float(self.rates[found[0]])
+        return int(found[0])
 
 
 def miss_curve(

@@ -32,8 +32,9 @@ class Block(NamedTuple):
 class Access:
     """How a device goes through a table.
 
-    order: "layer" takes a sequence (or document) through one layer after another, as prefill does; "decode" takes
-        token by token through the layers. It matters only where layers share a cache
+    order: "layer" takes a sequence (or document) through one layer after another, "decode" takes token by token
+        through the layers. It matters only where layers share a cache. Either way a token's experts at a layer are
+        one request; the union over tokens that a prefill asks for is not replayed
     pool: one cache for all layers
     share_block: layers that share their weights, in blocks of K; `None` for all of them (full sharing, and the
         universal pool whose table already numbers every expert)

@@ -16,7 +16,8 @@ from stickymoe.locality.table import BLOCK, blocks, release
 class Synthetic:
     """What a synthetic trace is like.
 
-    stickiness: the chance that a slot keeps its expert from one token to the next
+    stickiness: the chance that a slot is not drawn anew from one token to the next. A new draw may bring the same
+        expert back, so experts stay a little more often
     skew: popularity falls with rank as rank^−skew; 0 is uniform. Which expert has which rank differs between layers
     """
 
@@ -55,7 +56,7 @@ def make_trace(folder: Path, kind: Synthetic) -> None:
                 state = np.full(kind.top_k, -1)
                 for span in blocks(kind.length, max(BLOCK // kind.top_k, 1)):
                     part = np.empty((span.stop - span.start, kind.top_k), S.dtype)
-                    draw_sets(part, state, ranked, chances, kind.stickiness)
+                    draw_sets(part, state, ranked, popularity, chances, kind.stickiness)
                     S[layer, b, span] = part
                     release(S)
         for b in range(kind.sequences):

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Integer, Shaped
 
-from stickymoe.errors import DataError, require
+from stickymoe.errors import DataError
 
 BLOCK = 1 << 22  # elements looked at at a time, so that a table larger than memory never sits in it
+MOST_EXPERTS = 1 << 16
 
 
 def index_dtype(n_experts: int) -> type[np.unsignedinteger[Any]]:
     """The smallest unsigned type that holds every expert index."""
+    if not 1 <= n_experts <= MOST_EXPERTS:
+        raise DataError(f"n_experts: got {n_experts}, expected 1 … {MOST_EXPERTS}.")
     return np.uint8 if n_experts <= 256 else np.uint16
 
 
@@ -47,6 +50,10 @@ def extremes(array: Integer[np.ndarray, ...]) -> tuple[int, int]:
     return min(found), max(found)
 
 
+def _wrong(name: str, array: Shaped[np.ndarray, ...], expected: str) -> DataError:
+    return DataError(f"The route table's {name}: got {array.dtype} {array.shape}, expected {expected}.")
+
+
 @dataclass(frozen=True)
 class RouteTable:
     """`S` holds the chosen experts, heaviest first; arrays may be memory-mapped.
@@ -66,12 +73,24 @@ class RouteTable:
     expert_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not np.issubdtype(self.S.dtype, np.integer):
-            raise DataError(f"The route table's experts are {self.S.dtype}, expected whole numbers.")
-        for name in ("mask", "doc", "phase", "tokens"):
+        if self.S.ndim != 4 or not np.issubdtype(self.S.dtype, np.integer):
+            raise _wrong("experts", self.S, "whole numbers [layers, sequences, tokens, k]")
+        if not 1 <= self.top_k <= self.n_experts <= MOST_EXPERTS:
+            raise DataError(
+                f"The route table chooses {self.top_k} of {self.n_experts} experts, "
+                f"expected 1 ≤ k ≤ experts ≤ {MOST_EXPERTS}."
+            )
+        at = self.S.shape[1:3]
+        if self.mask.shape != at or self.mask.dtype != np.bool_:
+            raise _wrong("mask", self.mask, f"bool {at}")
+        for name in ("doc", "phase", "tokens"):
             array = getattr(self, name)
-            if array is not None and array.shape != self.S.shape[1:3]:
-                raise DataError(f"The route table's {name} is {array.shape}, expected {self.S.shape[1:3]} as in S.")
+            if array is not None and (array.shape != at or not np.issubdtype(array.dtype, np.integer)):
+                raise _wrong(name, array, f"whole numbers {at}")
+        if self.weights is not None and self.weights.shape != self.S.shape:
+            raise _wrong("weights", self.weights, f"{self.S.shape} as in S")
+        if self.expert_bytes is not None and self.expert_bytes < 1:
+            raise DataError(f"The route table's expert_bytes: got {self.expert_bytes}, expected a whole number ≥ 1.")
         if self.S.size:
             for extreme in extremes(self.S):
                 if not 0 <= extreme < self.n_experts:
@@ -87,18 +106,6 @@ class RouteTable:
     @property
     def top_k(self) -> int:
         return int(self.S.shape[3])
-
-    def by_tensor(self, share_block: int) -> RouteTable:
-        """The same routes, each expert named by its weights: expert e of layer ℓ is ⌊ℓ/K⌋·N + e.
-
-        Blocks of K = `share_block` layers share their experts, so a shared tensor is one name, and one cache entry
-        when a cache serves several layers, as in decode order.
-        """
-        require(self.n_layers % share_block == 0, "share_block", share_block, f"a divisor of {self.n_layers} layers")
-        pool = np.arange(self.n_layers) // share_block
-        n_experts = (self.n_layers // share_block) * self.n_experts
-        S = self.S + (pool * self.n_experts)[:, None, None, None]
-        return replace(self, S=S.astype(index_dtype(n_experts)), n_experts=n_experts)
 
     @cached_property
     def pairs(self) -> Bool[np.ndarray, "B steps"]:
