@@ -129,7 +129,9 @@ def test_sentence_borders_reach_the_trajectory_and_pieces_of_it():
     boundary = torch.zeros(2, 12, dtype=torch.bool)
     boundary[:, 5] = True
     S = model(tokens, boundary=boundary).trace.S.sort(-1).values
-    plain = model(tokens).trace.S.sort(-1).values
+    plain = model(tokens, boundary=torch.zeros_like(boundary)).trace.S.sort(-1).values
+    with pytest.raises(ConfigError, match="without sentence borders"):
+        model(tokens)
     assert torch.equal(S[:, :, :5], plain[:, :, :5])
     assert (S[:, :, 5:] == S[:, :, 5:6]).all()
     assert (plain == plain[:, :, :1]).all(), "without borders the span is the sequence"

@@ -22,7 +22,7 @@ CHOICES = {
     "residency by average": Residency(capacity=2, margin=0.02, average=0.75),
     "segment": Segment(window=3),
     "hash": Hashed(layer=1),
-    "trajectory": Trajectory(window=3, sentence=True),
+    "trajectory": Trajectory(window=3, sentence=False),
     "window": HardWindow(window=2, beta=2.0),
     "top-k": TopK(),
 }

@@ -221,19 +221,23 @@ def test_config_round_trip(name):
     assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
 
 
+LIMITS = {"capacity": (SIZES.top_k, 64), "slots": (SIZES.top_k, 64), "groups": (1, SIZES.n_experts)}
+
+
 @st.composite
 def settings_of(draw, cls):
-    """Hyper-parameters that the variant takes, each another than its default."""
+    """Hyper-parameters that the variant takes with a model of these SIZES, each another than its default."""
     values = {}
     for f in dataclasses.fields(cls):
         if isinstance(f.default, bool):
             values[f.name] = not f.default
         elif isinstance(f.default, int):
-            values[f.name] = draw(st.integers(1, 64))
+            least, most = LIMITS.get(f.name, (1, 64))
+            values[f.name] = draw(st.integers(least, most))
         elif isinstance(f.default, float):
             values[f.name] = draw(st.floats(1e-12, 0.999, exclude_min=True))
         elif isinstance(f.default, tuple):
-            values[f.name] = tuple(draw(st.lists(st.floats(0, 9), min_size=1, max_size=4)))
+            values[f.name] = tuple(draw(st.lists(st.floats(0, 9), min_size=SIZES.n_layers, max_size=SIZES.n_layers)))
     return values
 
 
@@ -249,6 +253,7 @@ def test_any_config_survives_yaml_and_flags(name, tmp_path, data):
     assert from_file == config
     assert json.dumps(from_file.as_dict()) == json.dumps(config.as_dict()), "the run id hashes this"
     flags = [f"--variant.{key}={list(value) if isinstance(value, tuple) else value}" for key, value in values.items()]
+    flags += [f"--model.{key}={value}" for key, value in dataclasses.asdict(SIZES).items()]
     assert read_config(flags, variant=name).variant == config.variant
 
 

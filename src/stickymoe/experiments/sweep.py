@@ -26,7 +26,7 @@ from stickymoe.data.tokens import load_tokens
 from stickymoe.errors import InterruptedRunError, RunError
 from stickymoe.runs.config import DataConfig, RunConfig
 from stickymoe.runs.environment import describe_environment
-from stickymoe.runs.folder import RunFolder, run_id
+from stickymoe.runs.folder import HELD, RunFolder, run_id
 from stickymoe.runs.record import RunRecord
 
 
@@ -153,10 +153,10 @@ def _collect(cells: list[Cell]) -> None:
             continue
         said = _said(cell).read_text(errors="replace").strip().splitlines()
         code, cell.process = cell.process.returncode, None
-        if code == 0 and (record := cell.record) is not None and record.status == "complete":
+        if (record := cell.record) is not None and record.status == "complete":  # by this process or another sweep's
             cell.status = "complete"
             continue
-        if cell.folder.is_locked():  # another sweep has it: look again later
+        if cell.folder.is_locked() or (said and said[-1].endswith(HELD)):  # another sweep has it: look again later
             cell.status, cell.not_before = "waiting", time.monotonic() + 2
             continue
         cell.status = "failed"

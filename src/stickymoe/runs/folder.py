@@ -32,6 +32,8 @@ NUMERICS_VERSION = 1  # raised when the same config and data come to give other 
 # Settings that move or time a run without touching its numbers.
 NOT_IN_ID = {("data", "path"), ("data", "cache_dir"), ("data", "corpus"), ("train", "checkpoint_every")}
 
+HELD = "is being written by another process."  # how a refused lock ends its line
+
 # Settings that came later, and what runs before them had: named only where they differ, so that ids stay.
 ADDED: dict[tuple[str, str], Any] = {("model", "share_block"): 1, ("model", "universal"): False}
 
@@ -93,7 +95,7 @@ class RunFolder:
             lock = FileLock(self.path / ".lock", timeout=0)
             lock.acquire()
         except Timeout as e:
-            raise RunError(f"{self.path} is being written by another process.") from e
+            raise RunError(f"{self.path} {HELD}") from e
         except OSError as e:
             raise RunError(f"{self.path} cannot be written ({e.strerror}). Choose another folder with --out.") from e
         try:
