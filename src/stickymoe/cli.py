@@ -16,6 +16,7 @@ from stickymoe import __version__
 from stickymoe.errors import InterruptedRunError, StickyError, unknown
 
 if TYPE_CHECKING:
+    from stickymoe.experiments.tables import Table
     from stickymoe.locality.streams import Access
     from stickymoe.runs.config import RunConfig
     from stickymoe.runs.record import RunRecord
@@ -308,14 +309,12 @@ def _simulate(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     from stickymoe.experiments import lab
-    from stickymoe.experiments.tables import results_console
 
     asked = _access(args, top1=args.top1, prefetch=args.prefetch)
     policies = lab.default_policies(asked) if args.policy is None else _names(args.policy)
     whole = args.capacity == "all"
     traces = lab.open_traces(args.traces)
     reports, found = [], []
-    console = results_console()
     for trace in traces:
         report = lab.study(
             trace,
@@ -331,8 +330,7 @@ def _simulate(argv: list[str]) -> None:
         if args.figures:
             found.append(lab.locality_figures(trace.table))
             lines.insert(2, lab.figures_table(found[-1]))
-        for line in filter(None, lines):
-            console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
+        _print_lines(lines)
     if args.json:
         lab.write_json(args.json, reports, found)
 
@@ -355,7 +353,6 @@ def _plan(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     from stickymoe.experiments import lab
-    from stickymoe.experiments.tables import results_console
     from stickymoe.locality.devices import load_device, parse_bytes
     from stickymoe.locality.streams import streams
 
@@ -372,8 +369,7 @@ def _plan(argv: list[str]) -> None:
     traces = lab.open_traces(args.traces)
     if len(traces) > 1:
         lab.require_perplexities(traces)
-    console = results_console()
-    lines: list[object] = []
+    lines: list[str | Table | None] = []
     answers = []
     for trace in traces:
         weights = lab.weights_of(trace, size, other)
@@ -391,8 +387,19 @@ def _plan(argv: list[str]) -> None:
     if len(traces) > 1:
         best = lab.choose_run(traces, answers)
         lines += [lab.runs_table(traces, answers, best), *lab.choice_words(traces, answers, best, budget)]
-    for line in filter(None, [device.name, *lines]):
-        console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
+    _print_lines([device.name, *lines])
+
+
+def _print_lines(lines: Sequence[str | Table | None]) -> None:
+    """Tables and what is said of them; nothing where there was nothing to say."""
+    from stickymoe.experiments.tables import results_console, terminal
+
+    console = results_console()
+    for line in lines:
+        if isinstance(line, str):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        elif line is not None:
+            console.print(terminal(line), highlight=False, markup=False)
 
 
 def _device(argv: list[str]) -> None:

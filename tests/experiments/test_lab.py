@@ -189,7 +189,7 @@ def test_a_plan_answers_from_every_capacity(tmp_path):
     assert found.memory <= 28
     rows = lab.plan_table(points, [8, 64], found)
     bend = knee(points["lru"])
-    assert rows.row_count == len({8, 64, found.slots[0], bend.slots[0]})
+    assert len(rows.rows) == len({8, 64, found.slots[0], bend.slots[0]})
 
 
 def run(tmp_path, name="vanilla", seed=42, **model):

@@ -15,9 +15,13 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from experiments.records import a_run, write
 from stickymoe.experiments.report import report
 
+MISSING = "chromium and chromium-driver are not here: make test installs them where apt may"
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromium-driver: make browser"),
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER),
+        reason=MISSING,
+    ),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # selenium leaves its driver's pipes to the collector
 ]
 WORDS = ("<script>document.title='owned'</script>", "quick", "brown", "fox")

@@ -11,26 +11,38 @@ from stickymoe.locality.table import release
 
 PEAK = """
 import sys
+import threading
 from pathlib import Path
+
+import psutil
 
 from stickymoe.locality.formats import load_table
 from stickymoe.locality.replay import simulate
 
 
-def peak_mb():
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+def peak_mb(work):
+    done, seen = threading.Event(), [0]
+
+    def look():
+        while not done.wait(0.002):
+            seen[0] = max(seen[0], psutil.Process().memory_info().rss)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    result = work()
+    seen[0] = max(seen[0], psutil.Process().memory_info().rss)
+    done.set()
+    watcher.join()
+    return result, seen[0] / 2**20
 
 
 small, large = (load_table(Path(p)) for p in sys.argv[1:])
-simulate(small, capacity=2)
-before = peak_mb()
-result = simulate(large, capacity=2)
-print(result.misses, peak_mb() - before)
+_, before = peak_mb(lambda: simulate(small, capacity=2))
+result, after = peak_mb(lambda: simulate(large, capacity=2))
+print(result.misses, after - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_trace(tmp_path):
     """180 MB, mostly holes in files: mapped whole it would all count."""
     for name, length in (("small", 6_000_000), ("large", 60_000_000)):

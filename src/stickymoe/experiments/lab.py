@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from stickymoe.errors import ConfigError, DataError, RunError
+from stickymoe.experiments.tables import Table
 from stickymoe.locality import figures, metrics
 from stickymoe.locality.cache import INFORMED, ONLINE, POLICIES
 from stickymoe.locality.devices import Device
@@ -291,13 +290,8 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _table(name: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    return Table(name, "", tuple(headings), tuple(tuple(row) for row in rows))
 
 
 def misses_table(report: LabReport) -> Table:
@@ -316,7 +310,7 @@ def misses_table(report: LabReport) -> Table:
             if wasteful:
                 row.append(f"{result.wasted / max(result.tokens, 1):.3f}")
         rows.append(row)
-    return _table(headings, rows)
+    return _table("misses", headings, rows)
 
 
 def locality_figures(table: RouteTable) -> dict[str, list[float]]:
@@ -348,7 +342,7 @@ def figures_table(found: dict[str, list[float]]) -> Table:
     layers = list(zip(*found.values(), strict=True))
     rows = [[str(i), *(f"{v:.3f}" for v in values)] for i, values in enumerate(layers)]
     rows.append(["mean", *(f"{np.mean(values):.3f}" for values in found.values())])
-    return _table(["layer", *found], rows)
+    return _table("figures", ["layer", *found], rows)
 
 
 def write_json(path: Path, reports: Sequence[LabReport], found: Sequence[dict[str, list[float]]]) -> None:
@@ -412,7 +406,7 @@ def plan_table(points: dict[str, list[Point]], shown: Collection[int], found: Po
                     in_speed(p.tokens_per_s) + (" ◂" if p is bend else "  "),
                 ]
             )
-    return _table(["policy", "slots", "memory", "misses %", "loads/token", "ms/token", "tokens/s  "], rows)
+    return _table("plan", ["policy", "slots", "memory", "misses %", "loads/token", "ms/token", "tokens/s  "], rows)
 
 
 def answer(points: dict[str, list[Point]], budget: Budget) -> Answer:
@@ -459,7 +453,7 @@ def runs_table(traces: Sequence[Trace], answers: Sequence[Answer], best: int | N
         p = found.point
         cells = ["–"] * 4 if p is None else [p.policy, str(max(p.slots)), in_bytes(p.memory), in_speed(p.tokens_per_s)]
         rows.append([trace.label + (" ◂" if i == best else ""), f"{trace.ppl:.2f}", *cells])
-    return _table(["run", "PPL", "policy", "slots", "memory", "tokens/s"], rows)
+    return _table("runs", ["run", "PPL", "policy", "slots", "memory", "tokens/s"], rows)
 
 
 def capacity_note(report: LabReport) -> str | None:
