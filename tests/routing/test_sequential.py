@@ -1,5 +1,6 @@
 """Router parts that remember, against plain loops; pieces against the whole; documents apart."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +14,7 @@ import reference
 from stickymoe.errors import ConfigError
 from stickymoe.routing.fixed import Hashed, Trajectory, hashed_experts
 from stickymoe.routing.routers import Attended, HardWindow, Router, TopK
-from stickymoe.routing.sequential import Hysteresis, Residency, Segment, Smooth
+from stickymoe.routing.sequential import Hysteresis, Residency, Segment, Smooth, TwoSpeed
 from strategies import costly, seeds, thorough
 
 CHOICES = {
@@ -104,6 +105,34 @@ def test_smoothing_logits_is_smoothing_what_the_gate_reads(x, rng, decay):
     smooth = [reference.smooth(x.h[b].tolist(), decay, doc_of(x, b)) for b in range(len(x.h))]
     expected = (torch.tensor(smooth, dtype=torch.float64) @ route.gate.weight.T).softmax(-1)
     torch.testing.assert_close(route(x).g, expected, rtol=1e-9, atol=1e-12)
+
+
+@thorough
+@given(x=inputs(), rng=seeds(), decay=st.sampled_from([0.3, 0.9]))
+def test_two_speeds_add_the_logits_of_the_token_and_of_the_average(x, rng, decay):
+    two = TwoSpeed(D, N, decay).double()
+    two.gate.weight.data = torch.tensor(rng.standard_normal((N, D)))
+    route = router(rng, smooth=two)
+    smooth = [reference.smooth(x.h[b].tolist(), decay, doc_of(x, b)) for b in range(len(x.h))]
+    slow = torch.tensor(smooth, dtype=torch.float64) @ two.gate.weight.T
+    expected = (x.h @ route.gate.weight.T + slow).softmax(-1)
+    torch.testing.assert_close(route(x).g, expected, rtol=1e-9, atol=1e-12)
+
+
+@thorough
+@given(case=windowed_logits(), done=st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
+def test_residency_grows_from_following_every_token_to_its_full_inertia(case, done):
+    logits, k, x = case
+    x = replace(x, done=done)
+    n = logits.shape[-1]
+    grows = Residency(capacity=max(n - 1, k), margin=0.25, average=0.75, rise=0.5)
+    _, S, _ = grows(logits, k, x, {})
+    if done == 0.0:  # one expert is out at most, and it comes in as soon as it is wanted
+        expected = TopK()(logits, k, x, {})[1]
+    else:
+        full = {0.25: (0.125, 0.5), 0.5: (0.25, 0.75), 0.75: (0.25, 0.75), 1.0: (0.25, 0.75)}[done]
+        expected = replace(grows, margin=full[0], average=full[1], rise=0.0)(logits, k, x, {})[1]
+    assert torch.equal(S, expected)
 
 
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])

@@ -134,11 +134,13 @@ class GPT(nn.Module):
         doc: Int[Tensor, "B T"] | None = None,
         cache: DecodeCache | None = None,
         boundary: Bool[Tensor, "B T"] | None = None,
+        done: float = 1.0,
     ) -> Output:
         """One pass over `tokens`, which continue those in `cache`; the cache is brought up to date in place.
 
         `mask` marks real tokens, which come first in a row; `doc` keeps attention, positions and routing inside
-        documents; `boundary` marks the first tokens of sentences. Targets of −100 do not count.
+        documents; `boundary` marks the first tokens of sentences; `done` is the share of training that is over.
+        Targets of −100 do not count.
         """
         position = self._positions(tokens, doc, cache)
         attention_mask = _attention_mask(tokens, doc, cache)
@@ -152,7 +154,7 @@ class GPT(nn.Module):
             h = block.ffn_norm(x)
             state: State = {}
             if isinstance(block.ffn, MoE):
-                seen = RouterInput(h, attended, tokens, position, doc, boundary)
+                seen = RouterInput(h, attended, tokens, position, doc, boundary, done)
                 y, routing = block.ffn(seen, past.router if past is not None else None)
                 routed.append(routing)
                 state = routing.state

@@ -9,7 +9,7 @@ B sequences, T tokens, d width, N experts, k experts per token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,7 +28,8 @@ class RouterInput:
 
     `h` is the normalised hidden state the experts get, `attended` the attended values before the output projection
     of the preceding attention, `position` the place in the document. `doc` is None for a flat stream. `boundary` marks
-    the first token of a sentence or paragraph, where that is known.
+    the first token of a sentence or paragraph, where that is known. `done` is the share of training that is over, for
+    routers that grow stricter; it is 1 wherever nothing trains.
     """
 
     h: Float[Tensor, "B T d"]
@@ -37,6 +38,7 @@ class RouterInput:
     position: Int[Tensor, "B T"]
     doc: Int[Tensor, "B T"] | None = None
     boundary: Bool[Tensor, "B T"] | None = None
+    done: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ class Router(nn.Module):
             g, S, choice_state = self.choice(logits, self.top_k, x, state)
             g_gate = None
             if self.gate_only:
+                x = replace(x, h=x.h.detach(), attended=x.attended.detach())
                 logits, _ = self.filter(F.linear(features.detach(), W_g), x, state)
                 g_gate, _, _ = self.choice(logits, self.top_k, x, state)
         remembered = {**source_state, **filter_state, **choice_state}

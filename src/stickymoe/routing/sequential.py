@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from stickymoe.errors import require
 from stickymoe.routing import kernels
@@ -52,6 +53,22 @@ class Smooth(nn.Module):
         if torch.is_grad_enabled():
             smooth = _Average.apply(logits, decay, smooth, scan)  # type: ignore[no-untyped-call]
         return smooth, {"smooth": _tensor(scan[-1][:, -1].copy(), logits)}
+
+
+class TwoSpeed(nn.Module):
+    """ℓ_t + smooth(W_s·h)_t: the router's gate reads the token, a second one the average of its document so far."""
+
+    def __init__(self, d_model: int, n_experts: int, decay: float) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, n_experts, bias=False)
+        self.smooth = Smooth(decay)
+
+    def forward(
+        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[Tensor, "B T N"], State]:
+        slow = F.linear(x.h.to(logits.dtype), self.gate.weight.to(logits.dtype))
+        slow, remembered = self.smooth(slow, x, state)
+        return logits + slow, remembered
 
 
 class _Average(torch.autograd.Function):
@@ -93,12 +110,14 @@ class Residency:
 
     At the start of a document the top-C move in; later at most one expert a token does, before the token chooses.
     Demand is the logit, or with `average` > 0 the running average of g with that decay, in units of g. Of equal
-    demands the lowest index is resident. g = softmax(ℓ).
+    demands the lowest index is resident. g = softmax(ℓ). Over the share `rise` of training the average's memory grows
+    from none and ρ from 0, from a cache that follows every token to one that hardly moves.
     """
 
     capacity: int
     margin: float
     average: float
+    rise: float = 0.0
 
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
@@ -111,7 +130,9 @@ class Residency:
         S = np.empty((*logits.shape[:2], k), np.int64)
         demand, resident = _remembered(state, "demand", logits), _remembered(state, "resident", logits, np.bool_)
         position = _numpy(x.position)
-        kernels.residency(signal, probable, position, demand, resident, capacity, self.margin, self.average, S)
+        decay = _grown(self.average, self.rise, x.done)
+        margin = self.margin * _risen(self.rise, x.done)
+        kernels.residency(signal, probable, position, demand, resident, capacity, margin, decay, S)
         return g, _tensor(S, g), {"demand": _tensor(demand, g), "resident": _tensor(resident, g)}
 
 
@@ -132,6 +153,16 @@ class Segment:
         total, chosen = _remembered(state, "total", logits), _remembered(state, "chosen", logits, np.bool_)
         kernels.segment(_numpy(logits), _numpy(g), _numpy(x.position), total, chosen, self.window, S)
         return g, _tensor(S, g), {"total": _tensor(total, g), "chosen": _tensor(chosen, g)}
+
+
+def _risen(rise: float, done: float) -> float:
+    """How much of its full strength a router has, when it grows over the share `rise` of training."""
+    return min(done / rise, 1.0) if rise else 1.0
+
+
+def _grown(decay: float, rise: float, done: float) -> float:
+    """1 − (1−d)^r at strength r: the logarithm of the memory 1/(1−d) grows evenly, from a memory of one token."""
+    return float(1 - (1 - decay) ** _risen(rise, done))
 
 
 def _numpy(x: Shaped[Tensor, ...]) -> Shaped[np.ndarray, ...]:

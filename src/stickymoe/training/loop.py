@@ -267,7 +267,8 @@ class _Run:
             doc, boundary = (None if x is None else x.to(accelerator.device) for x in (batch.doc, batch.boundary))
             last = micro == accumulate - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(model):
-                out = model(tokens, targets, mask=batch.mask.to(accelerator.device), doc=doc, boundary=boundary)
+                mask = batch.mask.to(accelerator.device)
+                out = model(tokens, targets, mask=mask, doc=doc, boundary=boundary, done=done)
                 loss = out.loss
                 parts = {"ce": out.loss}
                 if out.trace is not None:

@@ -20,6 +20,7 @@ class ResidencyVariant(Routed):
         capacity: resident experts C per layer and sequence, at least the k of a token
         rho: margin ρ by which an outsider must win
         average: decay of the running average of g that is the demand; 0 takes the logit instead
+        rise: share of training over which ρ and the average's memory grow to full size
     """
 
     name: ClassVar[str] = "residency"
@@ -30,12 +31,14 @@ class ResidencyVariant(Routed):
     capacity: int = hyper(3, "C")
     rho: float = hyper(0.02, "ρ")
     average: float = hyper(0.9, "avg")
+    rise: float = hyper(0.0, "rise", always=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_window("capacity", self.capacity)
         require_weight("rho", self.rho)
         require_share("average", self.average, below_one=True)
+        require_share("rise", self.rise)
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
         super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
@@ -44,4 +47,4 @@ class ResidencyVariant(Routed):
     def choice(self, site: RouterSite) -> "Choice":
         from stickymoe.routing.sequential import Residency
 
-        return Residency(capacity=self.capacity, margin=self.rho, average=self.average)
+        return Residency(capacity=self.capacity, margin=self.rho, average=self.average, rise=self.rise)
