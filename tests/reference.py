@@ -313,6 +313,22 @@ def segment(logits, k, window, doc=None):
     return S
 
 
+def hashed_experts(key, n_experts, k, salt=0):
+    """The k experts whose mixed numbers are the smallest as signed 64-bit integers."""
+
+    def signed(x):
+        x %= 2**64
+        return x - 2**64 if x >= 2**63 else x
+
+    def mixed(i):
+        x = key * n_experts + i + salt * 2**40
+        x = x * -4658895280553007687 % 2**64
+        x = (x ^ x >> 32) * -7723592293110705685 % 2**64
+        return signed(x ^ x >> 29)
+
+    return sorted(range(n_experts), key=mixed)[:k]
+
+
 def span_starts(T, window, sentence, boundary, doc=None):
     """For each token of one sequence, the first token of its span."""
     first = []

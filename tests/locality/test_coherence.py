@@ -56,6 +56,17 @@ def test_experts_that_follow_the_topic_tell_it_and_others_nothing():
     assert coherence.topic_information_by_layer(ignores, topics)[0] == pytest.approx(0.0)
 
 
+def test_sticky_but_blind_routing_tells_nothing_above_chance():
+    """Long runs in both, parted at their own places: the plain figure is far from 0, what is above chance is not."""
+    rng = np.random.default_rng(0)
+    topics = np.repeat(rng.integers(0, 12, 400), rng.integers(20, 60, 400))[:8000].reshape(20, 400)
+    blind = table_of(np.repeat(rng.integers(0, 4, 400), rng.integers(20, 60, 400))[:8000].reshape(20, 400, 1))
+    follows = table_of((topics % 4)[..., None])
+    assert coherence.topic_information_by_layer(blind, topics)[0] > 0.08
+    assert abs(coherence.topic_information_above_chance_by_layer(blind, topics)[0]) < 0.04
+    assert coherence.topic_information_above_chance_by_layer(follows, topics)[0] > 1.5
+
+
 def test_topics_are_laid_out_as_the_rows_of_an_evaluation():
     doc, topics = np.array([0, 0, 1, 2, 2]), ("Geography", None, "Economy")
     assert coherence.topics_of_chunks(doc, topics, (2, 3)).tolist() == [[1, 1, -1], [0, 0, -1]]

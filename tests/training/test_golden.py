@@ -41,7 +41,7 @@ def losses(name: str) -> list[float]:
         result = model(tokens[:, :-1], tokens[:, 1:])
         loss = result.loss
         for term in terms:
-            loss = loss + (term.weight * term.fn(result.trace, LossContext())).mean()
+            loss = loss + term.weighed(term.fn(result.trace, LossContext()))
         loss.backward()
         optimiser.step()
         optimiser.zero_grad()

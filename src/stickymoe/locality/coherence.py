@@ -37,6 +37,24 @@ def topic_information_by_layer(table: RouteTable, topics: Integer[np.ndarray, "B
     return np.array([_information(_joint(layer[known], topics[known], table.n_experts)) for layer in table.S])
 
 
+def topic_information_above_chance_by_layer(
+    table: RouteTable, topics: Integer[np.ndarray, "B T"], shifts: int = 16
+) -> Float[np.ndarray, " L"]:
+    """I(expert; topic) less what the same routing tells of topics it cannot have seen: about 0 for blind routing.
+
+    Topics and sticky experts both stay for many tokens, so some of them meet by chance, and ever more the longer they
+    stay. Chance is the mean over topics that are moved round the text by 1/(n+1) … n/(n+1) of its length.
+    """
+    known = table.mask & (topics >= 0)
+    S, labels = table.S[:, known], topics[known]
+    steps = np.arange(1, shifts + 1) * len(labels) // (shifts + 1)
+    out = np.empty(table.n_layers)
+    for i, layer in enumerate(S):
+        by_chance = [_information(_joint(layer, np.roll(labels, step), table.n_experts)) for step in steps]
+        out[i] = _information(_joint(layer, labels, table.n_experts)) - np.mean(by_chance)
+    return out
+
+
 def _joint(
     S: Integer[np.ndarray, "n k"], labels: Integer[np.ndarray, " n"], n_experts: int
 ) -> Float[np.ndarray, "labels N"]:

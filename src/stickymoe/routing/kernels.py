@@ -130,6 +130,34 @@ def segment(logits: Any, g: Any, position: Any, total: Any, chosen: Any, window:
 
 
 @njit(cache=True)
+def carried(values: Any, starts: Any, before: Any, out: Any) -> None:
+    """The value at the last start, for every token; `before` [B, 1] where there was none yet."""
+    B, T = values.shape
+    for b in range(B):
+        for t in range(T):
+            out[b, t] = values[b, t] if starts[b, t] else before[b, 0] if t == 0 else out[b, t - 1]
+
+
+@njit(cache=True)
+def hashed(keys: Any, g: Any, salt: int, S: Any) -> None:
+    """For every key k different experts, each as likely as any other and always the same, heaviest first."""
+    B, T, N = g.shape
+    order, chosen, left = np.empty(N, np.int64), np.empty(N, np.bool_), np.empty(N, np.bool_)
+    for b in range(B):
+        for t in range(T):
+            for i in range(N):
+                x = np.int64(keys[b, t]) * N + i + (np.int64(salt) << 40)
+                # Odd factors and shifts that can be undone: different ones stay different.
+                x = x * np.int64(-4658895280553007687)
+                x ^= (x >> 32) & ((np.int64(1) << 32) - 1)
+                x = x * np.int64(-7723592293110705685)
+                x ^= (x >> 29) & ((np.int64(1) << 35) - 1)
+                order[i] = ~x  # turned round: the k smallest are chosen
+            _choose(order, S.shape[2], chosen)
+            _heaviest(g[b, t], chosen, left, S[b, t])
+
+
+@njit(cache=True)
 def soft_cache(use: Any, valid: Any, start: Any, capacity: float, held: Any, misses: Any) -> None:
     """a = u·(1−m) to `misses`, m before each token to `held`; tokens that are not `valid` leave the cache alone.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from stickymoe.errors import require
 from stickymoe.routing import kernels
 from stickymoe.routing.routers import RouterInput, State
+from stickymoe.routing.scan import as_numpy, as_tensor, remembered
 
 
 class Smooth(nn.Module):
@@ -40,19 +41,19 @@ class Smooth(nn.Module):
         decay: Tensor | float = self.decay
         if self.decay_bias is not None:
             decay = (self.decay_bias.to(logits.dtype) + math.log(self.decay / (1 - self.decay))).sigmoid()
-        values, before = _numpy(logits), _remembered(state, "smooth", logits)
+        values, before = as_numpy(logits), remembered(state, "smooth", logits)
         scan = (
             values,
-            _numpy(x.position),
+            as_numpy(x.position),
             before,
             decay.item() if isinstance(decay, Tensor) else decay,
             np.empty_like(values),
         )
         kernels.average(*scan)
-        smooth = _tensor(scan[-1], logits)
+        smooth = as_tensor(scan[-1], logits)
         if torch.is_grad_enabled():
             smooth = _Average.apply(logits, decay, smooth, scan)  # type: ignore[no-untyped-call]
-        return smooth, {"smooth": _tensor(scan[-1][:, -1].copy(), logits)}
+        return smooth, {"smooth": as_tensor(scan[-1][:, -1].copy(), logits)}
 
 
 class TwoSpeed(nn.Module):
@@ -67,8 +68,8 @@ class TwoSpeed(nn.Module):
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
         slow = F.linear(x.h.to(logits.dtype), self.gate.weight.to(logits.dtype))
-        slow, remembered = self.smooth(slow, x, state)
-        return logits + slow, remembered
+        slow, average = self.smooth(slow, x, state)
+        return logits + slow, average
 
 
 class _Average(torch.autograd.Function):
@@ -84,8 +85,8 @@ class _Average(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, position, before, decay, out = ctx.scan
         dx = np.empty_like(x)
-        by_decay = kernels.average_backward(_numpy(grad), x, position, before, decay, out, dx)
-        return _tensor(dx, grad), grad.new_tensor(by_decay) if ctx.needs_input_grad[1] else None, None, None
+        by_decay = kernels.average_backward(as_numpy(grad), x, position, before, decay, out, dx)
+        return as_tensor(dx, grad), grad.new_tensor(by_decay) if ctx.needs_input_grad[1] else None, None, None
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ class Hysteresis:
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
         g = logits.softmax(-1)
         S = np.empty((*logits.shape[:2], k), np.int64)
-        chosen = _remembered(state, "chosen", logits, np.bool_)
-        kernels.hysteresis(_numpy(logits), _numpy(g), _numpy(x.position), chosen, self.bonus, S)
-        return g, _tensor(S, g), {"chosen": _tensor(chosen, g)}
+        chosen = remembered(state, "chosen", logits, np.bool_)
+        kernels.hysteresis(as_numpy(logits), as_numpy(g), as_numpy(x.position), chosen, self.bonus, S)
+        return g, as_tensor(S, g), {"chosen": as_tensor(chosen, g)}
 
 
 @dataclass(frozen=True)
@@ -124,16 +125,16 @@ class Residency:
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
         require(k <= self.capacity, "variant.capacity", self.capacity, f"at least the {k} experts of a token")
         g = logits.softmax(-1)
-        probable = _numpy(g)
-        signal = probable if self.average else _numpy(logits)
+        probable = as_numpy(g)
+        signal = probable if self.average else as_numpy(logits)
         capacity = min(self.capacity, logits.shape[-1])
         S = np.empty((*logits.shape[:2], k), np.int64)
-        demand, resident = _remembered(state, "demand", logits), _remembered(state, "resident", logits, np.bool_)
-        position = _numpy(x.position)
+        demand, resident = remembered(state, "demand", logits), remembered(state, "resident", logits, np.bool_)
+        position = as_numpy(x.position)
         decay = _grown(self.average, self.rise, x.done)
         margin = self.margin * _risen(self.rise, x.done)
         kernels.residency(signal, probable, position, demand, resident, capacity, margin, decay, S)
-        return g, _tensor(S, g), {"demand": _tensor(demand, g), "resident": _tensor(resident, g)}
+        return g, as_tensor(S, g), {"demand": as_tensor(demand, g), "resident": as_tensor(resident, g)}
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,9 @@ class Segment:
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
         g = logits.softmax(-1)
         S = np.empty((*logits.shape[:2], k), np.int64)
-        total, chosen = _remembered(state, "total", logits), _remembered(state, "chosen", logits, np.bool_)
-        kernels.segment(_numpy(logits), _numpy(g), _numpy(x.position), total, chosen, self.window, S)
-        return g, _tensor(S, g), {"total": _tensor(total, g), "chosen": _tensor(chosen, g)}
+        total, chosen = remembered(state, "total", logits), remembered(state, "chosen", logits, np.bool_)
+        kernels.segment(as_numpy(logits), as_numpy(g), as_numpy(x.position), total, chosen, self.window, S)
+        return g, as_tensor(S, g), {"total": as_tensor(total, g), "chosen": as_tensor(chosen, g)}
 
 
 def _risen(rise: float, done: float) -> float:
@@ -163,20 +164,3 @@ def _risen(rise: float, done: float) -> float:
 def _grown(decay: float, rise: float, done: float) -> float:
     """1 − (1−d)^r at strength r: the logarithm of the memory 1/(1−d) grows evenly, from a memory of one token."""
     return float(1 - (1 - decay) ** _risen(rise, done))
-
-
-def _numpy(x: Shaped[Tensor, ...]) -> Shaped[np.ndarray, ...]:
-    return np.ascontiguousarray(x.numpy(force=True))
-
-
-def _tensor(array: Shaped[np.ndarray, ...], like: Tensor) -> Shaped[Tensor, ...]:
-    tensor = torch.from_numpy(array)
-    return tensor if like.is_cpu else tensor.to(like.device)
-
-
-def _remembered(state: State, name: str, logits: Tensor, dtype: Any = None) -> Shaped[np.ndarray, "B N"]:
-    """A copy of what `state` knows under that name, for a kernel to go on with; zeros at first."""
-    if name in state:
-        return state[name].cpu().numpy().copy()
-    B, _, N = logits.shape
-    return np.zeros((B, N), dtype or torch.zeros((), dtype=logits.dtype).numpy().dtype)

@@ -13,6 +13,7 @@ from jaxtyping import Float, Integer
 from stickymoe.data.batches import NO_TARGET, eval_batches, n_eval_chunks
 from stickymoe.data.tokens import TokenSplit
 from stickymoe.errors import DataError
+from stickymoe.locality import coherence, figures
 from stickymoe.locality import metrics as m
 from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.models.gpt import GPT
@@ -95,7 +96,12 @@ def evaluate(
         **{f"cache_hit_rate_all_c{C}": m.cache_hit_rate_all_by_layer(table, C) for C in config.eval.capacities},
         "utilisation_entropy": m.utilisation_entropy_by_layer(table),
         "gate_entropy": gate_entropy,
+        "run_length": figures.mean_run_length_by_layer(table),
+        "word_specialisation": figures.peak_specialisation_by_layer(figures.vocabulary_specialisation(table)[1], k),
     }
+    if any(topic is not None for topic in split.topics):
+        topics = coherence.topics_of_chunks(split.doc, split.topics, table.mask.shape)
+        per_layer["topic_information"] = coherence.topic_information_above_chance_by_layer(table, topics)
     values |= {name: _number(layers.mean()) for name, layers in per_layer.items()}
     values |= {
         **{symbol: _number(total / table.mask.sum()) for symbol, total in losses.items()},

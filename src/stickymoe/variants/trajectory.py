@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class TrajectoryVariant(Gated):
-    """Experts are fixed for a span, by a hash of its first token, the same in all layers; the gate only weighs them.
+    """Experts are fixed for a span, by a hash, the same in all layers; the gate only weighs them.
 
     Args:
         span: its tokens W; 0 for the whole document, or sequence where there are no documents
@@ -21,7 +21,7 @@ class TrajectoryVariant(Gated):
     """
 
     name: ClassVar[str] = "trajectory"
-    equation: ClassVar[str] = "S_t = hash(first token of the span),  g = softmax(ℓ);  L = L_CE"
+    equation: ClassVar[str] = "S_t = hash(span),  g = softmax(ℓ);  L = L_CE"
 
     span: int = hyper(0, "span")
     sentence: bool = hyper(False, "per sentence", always=False)
