@@ -77,8 +77,29 @@ def test_boundaries_are_rows_and_sentences(folder: Any) -> None:
     split, words = data.valid, data.tokenizer
     begins = [*np.flatnonzero(split.boundary), len(split.tokens)]
     parts = [words.decode(split.tokens[a:b].tolist()) for a, b in pairwise(begins)]
-    assert parts == ["It is 3.5 m.", ' "Is it?"', " it asked (so!)", " and left.", "A new row"]
+    assert parts == ["It is 3.5 m.", ' "Is it?" it asked (so!)', " and left.", "A new row"], (
+        "a lone space may begin one"
+    )
     assert not (split.row_start & ~split.boundary).any()
+
+
+def test_sentences_in_text_with_spaced_marks(folder: Any) -> None:
+    text = (
+        'The St . Ives met J . Doe . " He left . " She saw ( in 1900 . ) Dr . No came , e.g. by boat . 12 men did .\n'
+        '" One row " .'
+    )
+    words = sorted(set(text.split()))
+    path = folder({"train.txt": "\n".join([text, *(f" {w} {w}" for w in words)] * 20), "valid.txt": text})
+    data = load_tokens(DataConfig(path=str(path), vocab_size=400))
+    begins = [*np.flatnonzero(data.valid.boundary), len(data.valid.tokens)]
+    assert [data.tokenizer.decode(data.valid.tokens[a:b].tolist()).strip() for a, b in pairwise(begins)] == [
+        "The St . Ives met J . Doe .",
+        '" He left . "',
+        "She saw ( in 1900 . )",
+        "Dr . No came , e.g. by boat .",
+        "12 men did .",
+        '" One row " .',
+    ]
 
 
 def test_without_a_test_file_the_test_split_is_empty(folder: Any) -> None:

@@ -30,8 +30,12 @@ FORMAT = 1
 SPLITS = ("train", "valid", "test")
 _ROWS_AT_ONCE = 4096
 _SPACE = "Ġ"  # how byte-level vocabularies write a space
-_CLOSE = re.compile(r"""["')\]]""")
+# What sentences end with, in words as byte-level vocabularies write them.
 _STOP = re.compile(r"""[.!?]["')\]]*$""")
+_TITLE = re.compile(rf"{_SPACE}([A-Z]|Mrs?|Ms|Dr|St|Prof|Rev|Gen|Col|Capt|Lt|Sgt|Sen|Gov|No|Jr|vs|cf|ca|al|approx)")
+_BRACKET = re.compile(rf"{_SPACE}?[')\]]")
+_QUOTE = re.compile(rf'{_SPACE}?"')
+_OPENS = re.compile(rf"""{_SPACE}([\w"'(\[<].*)?""")
 
 
 @dataclass(frozen=True)
@@ -176,19 +180,30 @@ def _token_split(entry: Entry, name: str) -> TokenSplit:
 
 
 def _with_boundaries(split: TokenSplit, tokenizer: Tokenizer) -> TokenSplit:
-    """A sentence begins with a row, and with a space after a token that ends in a stop, perhaps quoted or bracketed.
+    """A sentence begins with a row, and after a stop, and quotes and brackets that close, with a space.
 
-    So the point of a number or a web address ends none, and no token after the first of a sentence has to be known.
+    Not after the stop of an initial or a title, and not with a small letter or a punctuation mark. The point of a
+    number or a web address ends none, and no token after the first of a sentence has to be known.
     """
     words = tokenizer.get_vocab()
-    stops, closes, spaced = (np.zeros(max(words.values()) + 1, dtype=np.bool_) for _ in range(3))
+    stops, titles, brackets, quotes, opens = (np.zeros(max(words.values()) + 1, dtype=np.bool_) for _ in range(5))
     for word, index in words.items():
-        stops[index] = _STOP.search(word) is not None
-        closes[index], spaced[index] = _CLOSE.fullmatch(word) is not None, word.startswith(_SPACE)
-    ended = stops[split.tokens]
-    ended[1:] |= ended[:-1] & closes[split.tokens[1:]]
+        stop = _STOP.search(word)
+        stops[index] = stop is not None and not (stop.start() and _TITLE.fullmatch(word[: stop.start()]))
+        titles[index] = _TITLE.fullmatch(word) is not None
+        brackets[index] = _BRACKET.fullmatch(word) is not None
+        quotes[index] = _QUOTE.fullmatch(word) is not None
+        opens[index] = _OPENS.fullmatch(word) is not None and not word[1:2].islower()
+    tokens = split.tokens
+    row = np.flatnonzero(split.row_start)[split.row_start.cumsum() - 1] if len(tokens) else tokens
+    before = quotes[tokens].cumsum() - quotes[tokens]  # quotes before each token
+    closes = brackets[tokens] | (quotes[tokens] & ((before - before[row]) % 2 == 1))
+    ended = stops[tokens]
+    ended[1:] &= ~titles[tokens[:-1]] | split.row_start[1:]
+    for _ in range(2):  # a quote, and a bracket about it
+        ended[1:] |= ended[:-1] & closes[1:]
     boundary = split.row_start.copy()
-    boundary[1:] |= ended[:-1] & spaced[split.tokens[1:]]
+    boundary[1:] |= ended[:-1] & opens[tokens[1:]] & ~closes[1:]
     return replace(split, boundary=boundary)
 
 
