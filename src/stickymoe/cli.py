@@ -31,6 +31,7 @@ commands:
   train      train one variant into a run folder
   sweep      carry out every run of a grid, such as the paper's table
   report     put finished runs on a page: tables, figures, the text by its experts
+  frontier   which of them keeps how much of the mixture's gain, at how many misses
   eval       measure a finished run again
   simulate   replay a routing trace against expert caches
   plan       milliseconds and tokens/s of every cache on a device; the smallest that does it
@@ -242,6 +243,26 @@ def _report(argv: list[str]) -> None:
     print(
         f"{args.out}  {done} of {len(collection.runs)} runs complete; tables and figures in {args.out.with_suffix('')}/"
     )
+
+
+def _frontier(argv: list[str]) -> None:
+    parser = _parser("frontier", "How much of the mixture's gain over dense each run keeps, at how many misses.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders with runs in or under them")
+    args = parser.parse_args(argv)
+
+    from stickymoe.experiments.collection import collect
+    from stickymoe.experiments.frontier import EXPLAINED, kept_table
+
+    shown = False
+    for group in collect(args.runs).groups:
+        table = kept_table(group)
+        if table is not None:
+            _print_lines([group.title, table])
+            shown = True
+    if not shown:
+        raise StickyError("Nothing to compare: it takes finished runs of vanilla, dense and others with one protocol.")
+    print(EXPLAINED)
 
 
 def _variants(argv: list[str]) -> None:
@@ -494,6 +515,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "trace": _trace,
     "sweep": _sweep,
     "report": _report,
+    "frontier": _frontier,
     "variants": _variants,
 }
 

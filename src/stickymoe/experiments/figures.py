@@ -9,6 +9,7 @@ from typing import Any
 import altair as alt
 
 from stickymoe.experiments.collection import Group, Row
+from stickymoe.experiments.frontier import FEWER, KEPT, best, of_the_paper, points
 from stickymoe.experiments.ribbon import PALETTE
 from stickymoe.experiments.tables import ALL_SLOTS, capacities
 
@@ -110,6 +111,52 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
         .encode(x=at_x, y=at_y, text="label:N"),
     ]
     return alt.layer(*layers).properties(width=460, height=340)
+
+
+def kept_gain(group: Group, capacity: int) -> Chart | None:
+    """Share of the mixture's gain that is kept against all-slots misses, and the corner one would like to be in."""
+    found = [point for point in points(group) if capacity in point.misses]
+    if len(found) < 2:
+        return None
+    unbeaten = best(found, capacity)
+    shown: Points = [
+        {
+            "label": p.row.label,
+            "family": p.row.variant.name,
+            "of": "the paper" if of_the_paper(p.row) else "vanilla" if p.row is group.baseline else "past the paper",
+            "misses": _round(max(p.misses[capacity], 1e-4)),
+            "kept": _round(100 * p.kept.mean),
+            "seeds": p.kept.n,
+            "best": p in unbeaten,
+        }
+        for p in found
+    ]
+    vanilla = next(p for p in found if p.row is group.baseline).misses[capacity]
+    low = min(min(p["misses"] for p in shown), vanilla / FEWER) * 0.8
+    top = max(110.0, max(p["kept"] for p in shown) + 5)
+    floor = max(-100.0, min(p["kept"] for p in shown) - 5)
+    corner = [{"x": low, "x2": vanilla / FEWER, "y": 100 * KEPT, "y2": top}]
+    title = f"misses per access, all slots, C={capacity} (log, lower is better)"
+    at_x = alt.X("misses:Q", title=title, scale=alt.Scale(type="log", domain=[low, vanilla * 1.25], nice=False))
+    at_y = alt.Y("kept:Q", title="gain over dense kept, %", scale=alt.Scale(domain=[floor, top], clamp=True))
+    whose = ["past the paper", "the paper", "vanilla"]
+    colour = alt.Scale(domain=whose, range=[PALETTE[0], PALETTE[1], _INK])
+    shape = alt.Scale(domain=whose, range=["circle", "square", "diamond"])
+    base = alt.Chart(_values(shown)).encode(x=at_x, y=at_y)
+    return alt.layer(
+        alt.Chart(_values(corner))
+        .mark_rect(color=PALETTE[2], opacity=0.15)
+        .encode(x="x:Q", x2="x2:Q", y="y:Q", y2="y2:Q"),
+        base.transform_filter("datum.best").mark_line(color=_MUTED, strokeDash=[5, 4], interpolate="linear"),
+        base.mark_point(size=80, filled=True, opacity=0.9).encode(
+            color=alt.Color("of:N", scale=colour, legend=alt.Legend(title=None, orient="bottom")),
+            shape=alt.Shape("of:N", scale=shape),
+            tooltip=["label:N", "kept:Q", "misses:Q", "seeds:Q"],
+        ),
+        base.transform_filter("datum.best")
+        .mark_text(align="left", dx=7, dy=-5, fontSize=10, color=_INK)
+        .encode(text="label:N"),
+    ).properties(width=560, height=340)
 
 
 def _controls(group: Group) -> list[Chart]:

@@ -1,0 +1,144 @@
+"""How much of the mixture's gain over `dense` is kept, at how many all-slots misses: the yardstick of a sticky router.
+
+A perplexity that is 2 % above vanilla's sounds cheap, and can be all that the mixture is worth over a dense model of
+the same active width. So a row's place is its share of that gain, over the seeds it has in common with both controls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stickymoe.experiments.collection import Group, Row, Value, kept_gain
+from stickymoe.experiments.grids import PAPER_ROWS
+from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Cell, Number, Table, capacities
+
+# What a row must reach to be called solved: ten times fewer misses, four fifths of the gain.
+FEWER, KEPT = 10.0, 0.8
+EXPLAINED = (
+    "Gain kept: share of the mixture's gain over dense, ± half of its 95 % interval over seeds · misses per access "
+    "over all slots, × times fewer than vanilla · ★ beaten by none at the smallest cache · even: expert use of at "
+    "least 95 % of full entropy, none neglected."
+)
+EVEN = 0.95  # of log₂ N, for the entropy of the experts' use
+# Two-sided 95 % points of Student's t for 1, 2, … degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row: the gain it keeps, and per capacity its misses per access and how many times fewer than vanilla's."""
+
+    row: Row
+    ppl: float
+    kept: Value
+    misses: dict[int, float]
+    fewer: dict[int, Value]
+
+    @property
+    def even(self) -> bool:
+        """Whether its experts are used evenly, and none is neglected."""
+        entropy, n = self.row.mean("utilisation_entropy"), self.row.runs[0].config.model.pool_size
+        return entropy is not None and entropy >= EVEN * math.log2(n) and not self.row.mean("neglected_experts")
+
+    def beats(self, other: Point, capacity: int) -> bool:
+        """Better in perplexity or misses, and no worse in the other."""
+        ours, theirs = (self.ppl, self.misses[capacity]), (other.ppl, other.misses[capacity])
+        return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
+
+    def solves(self, capacity: int) -> bool:
+        return self.kept.mean >= KEPT and self.fewer[capacity].mean >= FEWER and self.even
+
+
+def interval(value: Value) -> float | None:
+    """Half the width of the 95 % interval of a mean over seeds; None for a single one."""
+    if value.sd is None:
+        return None
+    t = _T95[value.n - 2] if value.n - 2 < len(_T95) else 1.96
+    return t * value.sd / math.sqrt(value.n)
+
+
+def points(group: Group) -> list[Point]:
+    """The routed rows of a group that has vanilla and dense, the most kept gain first; none where there is no gain."""
+    baseline, dense = group.baseline, group.find("dense")
+    if baseline is None or dense is None:
+        return []
+    found = []
+    for row in group.routed:
+        kept = kept_gain(row, baseline=baseline, dense=dense)
+        hit_rates = {C: row.mean(f"{ALL_SLOTS}{C}") for C in capacities(group.rows)}
+        fewer = {C: row.fewer_misses(baseline, f"{ALL_SLOTS}{C}") for C in hit_rates}
+        ppl = row.mean("ppl")
+        if kept is not None and ppl is not None:
+            found.append(
+                Point(
+                    row,
+                    ppl,
+                    kept,
+                    {C: 1 - hit for C, hit in hit_rates.items() if hit is not None},
+                    {C: value for C, value in fewer.items() if value is not None},
+                )
+            )
+    return sorted(found, key=lambda point: -point.kept.mean)
+
+
+def best(found: Sequence[Point], capacity: int) -> list[Point]:
+    """The points that no other beats, the fewest misses first."""
+    left = [point for point in found if capacity in point.misses]
+    return sorted(
+        (point for point in left if not any(other.beats(point, capacity) for other in left)),
+        key=lambda point: point.misses[capacity],
+    )
+
+
+def kept_table(group: Group, *, name: str = "kept", caption: str = "") -> Table | None:
+    """Gain kept and all-slots misses of every row; ★ marks those that none beats at the smallest cache."""
+    found = points(group)
+    if not found:
+        return None
+    sizes = sorted({C for point in found for C in point.misses})
+    stars = {point.row.label for point in best(found, sizes[0])} if sizes else set()
+    lines = []
+    for point in found:
+        half = interval(point.kept)
+        share = f"{100 * point.kept.mean:.0f}" + (f" ± {100 * half:.0f}" if half is not None else "")
+        cells: list[Cell] = [str(point.kept.n), _number(point.row.metric("ppl"), ".2f"), share]
+        for C in sizes:
+            fewer = None if point.row is group.baseline else point.fewer.get(C)
+            cells += [f"{point.misses[C]:.3f}" if C in point.misses else NOTHING, _number(fewer, ".2f")]
+        cells += [_number(point.row.metric("switch_rate"), ".3f"), _number(point.row.metric("cache_hit_rate"), ".3f")]
+        cells += ["yes" if point.even else "no"]
+        label = f"{point.row.label} ★" if point.row.label in stars else point.row.label
+        lines.append((label, *cells))
+    heads = [head for C in sizes for head in (f"misses C={C} ↓", f"× C={C}")]
+    headings = ("variant", "seeds", "PPL ↓", "gain kept % ↑", *heads, "SR ↓", "CHR ↑", "even")
+    return Table(name, caption, headings, tuple(lines))
+
+
+def _number(value: Value | None, form: str) -> Cell:
+    return NOTHING if value is None else Number(value, form)
+
+
+def of_the_paper(row: Row) -> bool:
+    """Whether the paper proposes it or compares with it; vanilla is the baseline, and dense is not the paper's."""
+    names = {settings["variant"]["name"] for settings in PAPER_ROWS} - {"vanilla", "dense"}
+    return row.variant.name in names
+
+
+def dominators(found: Sequence[Point], capacity: int) -> dict[str, Point | None]:
+    """For each of the paper's rows, the point past the paper that beats it and keeps most; None if none does."""
+    ours = [point for point in found if not of_the_paper(point.row) and point.row.variant.name != "vanilla"]
+    return {
+        point.row.label: max(
+            (other for other in ours if other.beats(point, capacity)), key=lambda p: p.kept.mean, default=None
+        )
+        for point in found
+        if of_the_paper(point.row)
+    }
+
+
+def nearest(found: Sequence[Point], capacity: int) -> Point | None:
+    """The point with the most times fewer misses among those that keep enough and use their experts evenly."""
+    enough = [p for p in found if p.kept.mean >= KEPT and p.even and capacity in p.fewer]
+    return max(enough, key=lambda p: p.fewer[capacity].mean, default=None)

@@ -1,0 +1,92 @@
+"""Gain kept and misses: cases by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.records import a_run
+from stickymoe.experiments import frontier
+from stickymoe.experiments.collection import Value, grouped
+
+
+def runs(seed=42, shift=0.0):
+    """Vanilla gains 10 over dense; `soft` is the paper's, the others are not."""
+
+    def run(variant, ppl, hit2=0.5, hit3=0.75, **more):
+        return a_run(
+            variant,
+            seed=seed,
+            ppl=ppl + shift,
+            cache_hit_rate_all_c2=hit2,
+            cache_hit_rate_all_c3=hit3,
+            **more,
+        )
+
+    return [
+        run("vanilla", 100.0),
+        run("dense", 110.0),
+        run({"name": "soft", "lam": 0.1}, 105.0, 0.55, 0.78),
+        run({"name": "soft", "lam": 0.01}, 101.0, 0.52, 0.78),
+        run({"name": "smooth", "decay": 0.5}, 104.0, 0.6, 0.80),
+        run("residency", 101.5, 0.51, 0.98),
+        run("hysteresis", 101.0, 0.5, 0.99, neglected_experts=1),
+    ]
+
+
+def found(*more):
+    (group,) = grouped([*runs(), *more])
+    return group, {point.row.variant.name: point for point in frontier.points(group)}
+
+
+def test_a_point_is_what_it_keeps_and_what_it_misses():
+    _, by_name = found()
+    smooth = by_name["smooth"]
+    assert smooth.kept.mean == pytest.approx(0.6)
+    assert smooth.misses == pytest.approx({2: 0.4, 3: 0.2})
+    assert smooth.fewer[3].mean == pytest.approx(1.25)
+    assert "dense" not in by_name
+
+
+def test_what_none_beats_depends_on_the_cache():
+    group, _ = found()
+    everything = frontier.points(group)
+    names = {C: [p.row.variant.name for p in frontier.best(everything, C)] for C in (2, 3)}
+    assert names == {2: ["smooth", "soft", "vanilla"], 3: ["hysteresis", "vanilla"]}
+
+
+def test_solved_takes_gain_misses_and_evenly_used_experts():
+    _, by_name = found()
+    assert by_name["residency"].solves(3)
+    assert not by_name["residency"].solves(2), "too many misses"
+    assert not by_name["smooth"].solves(3), "too little gain"
+    assert not by_name["hysteresis"].solves(3), "an expert is neglected"
+    assert not by_name["vanilla"].solves(3)
+
+
+def test_which_of_ours_beats_the_papers_rows():
+    group, _ = found()
+    assert {
+        label: None if by is None else by.row.variant.name
+        for label, by in frontier.dominators(frontier.points(group), 2).items()
+    } == {"soft λ=0.1": "smooth", "soft λ=0.01": None}
+    nearest = frontier.nearest(frontier.points(group), 3)
+    assert nearest is not None
+    assert nearest.row.variant.name == "residency"
+
+
+def test_the_interval_is_students():
+    assert frontier.interval(Value(1.0, 0.5, 3)) == pytest.approx(4.303 * 0.5 / 3**0.5)
+    assert frontier.interval(Value(1.0, None, 1)) is None
+    (group,) = grouped([*runs(), *runs(43, shift=2.0), *runs(44, shift=-1.0)])
+    table = frontier.kept_table(group)
+    assert table is not None
+    cells = {row[0]: [str(cell) for cell in row] for row in table.rows}
+    assert cells["smooth d=0.5 ★"][1:6] == ["3", "104.33 ± 1.53", "60 ± 0", "0.400", "1.25 ± 0.00"]
+    assert cells["vanilla ★"][5] == "–"
+
+
+def test_without_controls_or_gain_there_is_no_table():
+    (group,) = grouped([a_run("vanilla", ppl=100.0), a_run("residency", ppl=90.0)])
+    assert frontier.kept_table(group) is None
+    (group,) = grouped([a_run("vanilla", ppl=100.0), a_run("dense", ppl=99.0)])
+    assert frontier.kept_table(group) is None
