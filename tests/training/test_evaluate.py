@@ -14,6 +14,8 @@ import torch
 from stickymoe.data.tokens import TokenSplit
 from stickymoe.errors import DataError
 from stickymoe.locality.metrics import switch_rate
+from stickymoe.locality.replay import simulate
+from stickymoe.locality.streams import Access
 from stickymoe.models.gpt import GPT
 from stickymoe.routing.losses import anchor_loss, balance_loss, consistency_loss
 from stickymoe.runs.config import EvalConfig, RunConfig
@@ -112,6 +114,7 @@ def test_batches_do_not_matter(small: Callable[..., RunConfig]) -> None:
         evaluate(model, text, replace(config, eval=EvalConfig(batch_size=size)), BYTES).metrics for size in (1, 64)
     )
     assert one.pop("bal") == pytest.approx(many.pop("bal"), rel=0.05)  # f · p is of one batch, as in training
+    assert one.pop("word_specialisation") is many.pop("word_specialisation") is None  # no word is frequent enough
     assert one == pytest.approx(many, rel=1e-5)
 
 
@@ -168,3 +171,22 @@ def test_nothing_to_predict_is_refused(small: Callable[..., RunConfig], n: int) 
     config = small()
     with pytest.raises(DataError, match=f"has {n} tokens, expected at least 2"):
         evaluate(model_of(config), split(n), config, BYTES)
+
+
+def test_topics_words_runs_and_the_pooled_cache_are_measured(small: Callable[..., RunConfig]) -> None:
+    """Two topics that the tokens give away, and a router that hashes tokens: experts must tell the topic."""
+    config = small(variant="hash")
+    config = replace(config, model=replace(config.model, n_experts=4, share_block=2))
+    rng = np.random.default_rng(1)
+    doc = (np.arange(2001) // 100).astype(np.int32)
+    tokens = (rng.integers(0, 5, 2001) + 5 * (doc % 2)).astype(np.int32)
+    text = TokenSplit(tokens=tokens, doc=doc, topics=("a", "b") * 10 + ("a",), row_start=np.zeros(2001, np.bool_))
+    measured = evaluate(model_of(config), text, config, BYTES)
+    assert measured.metrics["topic_information"] > 0.01
+    assert measured.metrics["word_specialisation"] == pytest.approx(2.0), "each word has its two of four experts"
+    assert measured.metrics["run_length"] == pytest.approx(1 / measured.metrics["switch_rate"], rel=0.1)
+    assert measured.table is not None
+    access = Access(order="decode", pool=True, share_block=2)
+    pooled = simulate(measured.table, capacity=2 * config.model.n_layers, access=access)
+    assert measured.metrics["pool_hit_rate_c2"] == pytest.approx(1 - pooled.miss_rate)
+    assert "topic_information" not in evaluate(model_of(config), split(100), config, BYTES).metrics

@@ -15,6 +15,8 @@ from stickymoe.data.tokens import TokenSplit
 from stickymoe.errors import DataError
 from stickymoe.locality import coherence, figures
 from stickymoe.locality import metrics as m
+from stickymoe.locality.replay import simulate
+from stickymoe.locality.streams import Access
 from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.models.gpt import GPT
 from stickymoe.routing.losses import LossContext
@@ -105,6 +107,7 @@ def evaluate(
     values |= {name: _number(layers.mean()) for name, layers in per_layer.items()}
     values |= {
         **{symbol: _number(total / table.mask.sum()) for symbol, total in losses.items()},
+        **{f"pool_hit_rate_c{C}": _number(_pool_hit_rate(table, C, config)) for C in config.eval.capacities},
         "effective_experts": _number(m.effective_experts(table)),
         "neglected_experts": m.neglected_experts(table),
     }
@@ -116,6 +119,15 @@ def evaluate(
         per_layer={name: [_number(x) for x in layers] for name, layers in (per_layer | shares).items()},
         table=table,
     )
+
+
+def _pool_hit_rate(table: RouteTable, capacity: int, config: RunConfig) -> float:
+    """Over all slots, in one LRU cache of `capacity` per layer for the whole model, token by token through the layers.
+
+    Where layers share their experts, a shared tensor is one entry: so models that share are held against others.
+    """
+    access = Access(order="decode", pool=True, share_block=config.model.layers_per_pool)
+    return 1 - simulate(table, capacity=capacity * table.n_layers, access=access).miss_rate
 
 
 class _Recorder:
