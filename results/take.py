@@ -1,4 +1,4 @@
-"""Take over the records of runs that ended, failed ones too, to be committed: python results/take.py RUNS."""
+"""Take over the records of runs that ended, failed ones too: python results/take.py RUNS paper|frontier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stickymoe.runs.record import RunRecord
 HERE = Path(__file__).parent
 
 
-def main(runs: Path) -> None:
+def main(runs: Path, page: str) -> None:
     for path in sorted(runs.rglob("record.json")):
         try:
             if RunRecord.read(path).status not in ("complete", "failed"):
@@ -20,7 +20,7 @@ def main(runs: Path) -> None:
         except RunError as e:
             print(f"skipped: {e}")
             continue
-        folder = HERE / path.parent.relative_to(runs)
+        folder = HERE / page / path.parent.relative_to(runs)
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("record.json", "metrics.jsonl"):
             if path.with_name(name).exists():
@@ -29,4 +29,4 @@ def main(runs: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -73,7 +73,7 @@ def test_the_guides_grid_is_one(tmp_path):
 
 def test_the_published_results_follow_from_the_committed_records(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    report([Path("results")], tmp_path / "results.html")
+    report([Path("results/paper")], tmp_path / "results.html")
     assert (tmp_path / "results.md").read_text() == (ROOT / "docs" / "results.md").read_text()
     fresh = {p.relative_to(tmp_path): p for p in (tmp_path / "results" / "tables").iterdir()}
     assert {p.relative_to(ROOT / "docs") for p in (ROOT / "docs" / "results" / "tables").iterdir()} == set(fresh)

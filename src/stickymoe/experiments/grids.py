@@ -68,6 +68,8 @@ FRONTIER_ROWS: list[Settings] = [
     *_each("smooth", "decay", 0.5, 0.7, 0.8, learned=True),
     *_each("hysteresis", "bonus", 0.1, 0.3, 1.0),
     *_each("residency", "rho", 0.0, 0.02, 0.05),
+    *_each("residency", "average", 0.8, 0.9, 0.95, rho=0.05, rise=0.7),
+    *_each("two_speed", "slow", 0.8, 0.9, 0.95),
     *_each("segment", "span", 4, 8, 16),
     *_each("cache_loss", "eta", 0.05, 0.2, 0.8),
     *_each("boundary", "lam", 0.1, 0.5, 2.0),
@@ -81,9 +83,27 @@ FRONTIER_ROWS: list[Settings] = [
     *_each("smooth+soft", "lam", 0.1, 0.5, 2.0),
     *_each("hysteresis+smooth", "decay", 0.5, 0.7, 0.8, bonus=0.1),
     *_each("residency+smooth", "decay", 0.5, 0.7, 0.8),
+    *_each("residency+smooth", "decay", 0.3, 0.5, 0.7, average=0.95, rho=0.05, rise=0.7),
+    *_each("residency+two_speed", "slow", 0.8, 0.9, 0.95, average=0.95, rho=0.05, rise=0.7),
     *_each("cache_loss+smooth", "decay", 0.5, 0.7, 0.8),
     *_each("oracle+smooth", "decay", 0.5, 0.7, 0.8),
 ]
+
+# The appendix: experts that layers share, with and without a loss for using the same ones in adjacent layers. N=16 in
+# one set, and the universal pool, have as many weights as no sharing.
+_POOLS: list[Settings] = [
+    {},
+    {"share_block": 2},
+    {"share_block": 4},
+    {"share_block": 4, "n_experts": 16},
+    {"universal": True},
+]
+SHARING_ROWS: list[Settings] = [
+    {"variant": variant, "model": pool}
+    for pool in _POOLS
+    for variant in ("vanilla", {"name": "cross_layer", "gamma": 0.1})
+]
+_SCREEN = {"steps": 300, "warmup": 30, "eval_every": 300}
 
 # A run this short needs more of λ than the paper's 10,000 steps.
 DEMO_ROWS: list[Settings] = [
@@ -104,9 +124,10 @@ GRIDS: dict[str, Settings] = {
     "ablations": {"preset": "cpu-small", "rows": ABLATION_ROWS},
     "frontier": {
         "preset": "cpu-small",
-        "train": {"steps": 300, "warmup": 30, "eval_every": 300},
+        "train": _SCREEN,
         "rows": FRONTIER_ROWS,
     },
+    "sharing": {"preset": "cpu-small", "train": _SCREEN, "rows": SHARING_ROWS},
     "demo": {"preset": "demo", "rows": DEMO_ROWS},
 }
 

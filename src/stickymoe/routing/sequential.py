@@ -111,13 +111,14 @@ class Residency:
 
     At the start of a document the top-C move in; later at most one expert a token does, before the token chooses.
     Demand is the logit, or with `average` > 0 the running average of g with that decay, in units of g. Of equal
-    demands the lowest index is resident. g = softmax(ℓ). Over the share `rise` of training the average's memory grows
-    from none and ρ from 0, from a cache that follows every token to one that hardly moves.
+    demands the lowest index is resident. g = softmax(ℓ). Over the share `rise` of training, after the share `free`,
+    the average's memory grows from none and ρ from 0: from a cache that follows every token to one that hardly moves.
     """
 
     capacity: int
     margin: float
     average: float
+    free: float = 0.0
     rise: float = 0.0
 
     def __call__(
@@ -131,10 +132,15 @@ class Residency:
         S = np.empty((*logits.shape[:2], k), np.int64)
         demand, resident = remembered(state, "demand", logits), remembered(state, "resident", logits, np.bool_)
         position = as_numpy(x.position)
-        decay = _grown(self.average, self.rise, x.done)
-        margin = self.margin * _risen(self.rise, x.done)
-        kernels.residency(signal, probable, position, demand, resident, capacity, margin, decay, S)
+        strength = self._strength(x.done)
+        decay = 1 - (1 - self.average) ** strength  # the logarithm of the memory 1/(1−d) grows evenly
+        kernels.residency(signal, probable, position, demand, resident, capacity, strength * self.margin, decay, S)
         return g, as_tensor(S, g), {"demand": as_tensor(demand, g), "resident": as_tensor(resident, g)}
+
+    def _strength(self, done: float) -> float:
+        if done >= self.free + self.rise:
+            return 1.0
+        return max(0.0, (done - self.free) / self.rise) if self.rise else 0.0
 
 
 @dataclass(frozen=True)
@@ -154,13 +160,3 @@ class Segment:
         total, chosen = remembered(state, "total", logits), remembered(state, "chosen", logits, np.bool_)
         kernels.segment(as_numpy(logits), as_numpy(g), as_numpy(x.position), total, chosen, self.window, S)
         return g, as_tensor(S, g), {"total": as_tensor(total, g), "chosen": as_tensor(chosen, g)}
-
-
-def _risen(rise: float, done: float) -> float:
-    """How much of its full strength a router has, when it grows over the share `rise` of training."""
-    return min(done / rise, 1.0) if rise else 1.0
-
-
-def _grown(decay: float, rise: float, done: float) -> float:
-    """1 − (1−d)^r at strength r: the logarithm of the memory 1/(1−d) grows evenly, from a memory of one token."""
-    return float(1 - (1 - decay) ** _risen(rise, done))

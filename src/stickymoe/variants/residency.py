@@ -20,7 +20,8 @@ class ResidencyVariant(Routed):
         capacity: resident experts C per layer and sequence, at least the k of a token
         rho: margin ρ by which an outsider must win
         average: decay of the running average of g that is the demand; 0 takes the logit instead
-        rise: share of training over which ρ and the average's memory grow to full size
+        free: share of training before ρ and the average's memory begin to grow
+        rise: share of training over which they grow to full size
     """
 
     name: ClassVar[str] = "residency"
@@ -31,6 +32,7 @@ class ResidencyVariant(Routed):
     capacity: int = hyper(3, "C")
     rho: float = hyper(0.02, "ρ")
     average: float = hyper(0.9, "avg")
+    free: float = hyper(0.0, "free", always=False)
     rise: float = hyper(0.0, "rise", always=False)
 
     def __post_init__(self) -> None:
@@ -38,7 +40,9 @@ class ResidencyVariant(Routed):
         require_window("capacity", self.capacity)
         require_weight("rho", self.rho)
         require_share("average", self.average, below_one=True)
+        require_share("free", self.free)
         require_share("rise", self.rise)
+        require(self.free + self.rise <= 1, "variant.rise", self.rise, f"at most {1 - self.free:g}, what free leaves")
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
         super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
@@ -47,4 +51,4 @@ class ResidencyVariant(Routed):
     def choice(self, site: RouterSite) -> "Choice":
         from stickymoe.routing.sequential import Residency
 
-        return Residency(capacity=self.capacity, margin=self.rho, average=self.average, rise=self.rise)
+        return Residency(capacity=self.capacity, margin=self.rho, average=self.average, free=self.free, rise=self.rise)

@@ -1,0 +1,205 @@
+"""docs/frontier.md and its figures, from the committed records: python results/frontier_page.py."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import vl_convert
+
+from stickymoe.experiments import figures, frontier, tables
+from stickymoe.experiments.collection import Collection, Group, Row, collect
+from stickymoe.experiments.frontier import EVEN, FEWER, KEPT, Point
+from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Number, Table
+
+HERE = Path(__file__).parent
+CACHES = (2, 3)
+NOT_RUN = "Not run yet.\n"
+
+
+def main(docs: Path = HERE.parent / "docs") -> None:
+    collection = collect([HERE])
+    drawn = docs / "frontier"
+    shutil.rmtree(drawn, ignore_errors=True)
+    drawn.mkdir(parents=True)
+    (docs / "frontier.md").write_text(page(collection, drawn), encoding="utf-8")
+
+
+def page(collection: Collection, drawn: Path) -> str:
+    def find(**wanted: object) -> Group | None:
+        return next((g for g in collection.groups if _is(g, **wanted)), None)
+
+    whole = find(steps=1000, experts=4, corpus="wikitext-2")
+    screen = find(steps=300, experts=4, corpus="wikitext-2")
+    sixteen = find(steps=1000, experts=16, corpus="wikitext-2")
+    longer = next(
+        (g for g in collection.groups if g.config.train.steps > 1000 and _is(g, experts=4, fraction=1.0)), None
+    )
+    factbook = find(experts=4, corpus="factbook")
+    parts = [
+        INTRODUCTION,
+        "## The frontier\n",
+        _compared(whole, drawn, "small", CACHES),
+        "## Against the targets\n",
+        _targets(whole, sixteen),
+        "## Is every row of the paper beaten?\n",
+        _beaten(whole),
+        "## Sixteen experts, a cache of four\n",
+        _compared(sixteen, drawn, "sixteen", (4,)),
+        "## A longer schedule\n",
+        _compared(longer, drawn, "longer", CACHES),
+        "## Another corpus\n",
+        _compared(factbook, drawn, "factbook", CACHES),
+        "## The screening\n",
+        f"Every method at three strengths, {screen.config.train.steps} steps, one seed: leads, not results.\n"
+        if screen
+        else "",
+        _compared(screen, drawn, "screening", CACHES),
+        "## Does sticky mean topical?\n",
+        _topical(factbook or whole),
+        "## Experts that layers share\n",
+        _shared(collection),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+INTRODUCTION = f"""\
+# Past the paper: what sticky routing costs, and who pays least
+
+Made by `python results/frontier_page.py` from [the records](../results). A loss that makes routing stick costs
+perplexity, and a perplexity 2 % above vanilla's can be half of what the mixture is worth over a dense model of the same
+active width. So every router is placed by the share of that gain it **keeps**,
+(PPL_dense − PPL) / (PPL_dense − PPL_vanilla) over common seeds, and by its **misses**: accesses of all k experts of a
+token that an LRU cache of C experts a layer does not hold. The target is {KEPT:.0%} of the gain at {FEWER:g} times
+fewer misses than vanilla, with experts used evenly (at least {EVEN:.0%} of full entropy, none neglected).
+"""
+
+
+def _is(group: Group, **wanted: object) -> bool:
+    data, model = group.config.data, group.config.model
+    facts = {
+        "steps": group.config.train.steps,
+        "experts": model.n_experts,
+        "corpus": Path(data.path).name if data.path else data.corpus,
+        "fraction": data.fraction,
+    }
+    whole = data.fraction == 1 and group.config.model.d_model == 128 and model.layers_per_pool == 1
+    return whole and all(facts[key] == value for key, value in wanted.items())
+
+
+def _compared(group: Group | None, drawn: Path, name: str, caches: tuple[int, ...]) -> str:
+    """A group's table of gain and misses, and a figure for each cache."""
+    table = None if group is None else frontier.kept_table(group)
+    if group is None or table is None:
+        return NOT_RUN
+    out = [f"{group.title}. {frontier.EXPLAINED}\n", tables.markdown(table)]
+    for C in caches:
+        chart = figures.kept_gain(group, C)
+        if chart is not None:
+            svg = vl_convert.vegalite_to_svg(figures.themed(chart))
+            (drawn / f"{name}-c{C}.svg").write_text(svg, encoding="utf-8")
+            out.append(f"![Gain kept against misses, C={C}]({drawn.name}/{name}-c{C}.svg)\n")
+    return "\n".join(out)
+
+
+def _targets(whole: Group | None, sixteen: Group | None) -> str:
+    lines = []
+    for group, C in ((whole, 3), (sixteen, 4)):
+        found = frontier.points(group) if group is not None else []
+        if group is None or not found:
+            continue
+        solved = [p for p in found if C in p.fewer and p.solves(C)]
+        near = frontier.nearest(found, C)
+        where = f"N={group.config.model.n_experts}, C={C}"
+        if solved:
+            lines.append(f"- **{where}: reached** by {'; '.join(_told(p, C) for p in solved)}.")
+            continue
+        fewest = max(
+            (p for p in found if p.even and C in p.fewer), key=lambda p: min(1, p.kept.mean / KEPT) * p.fewer[C].mean
+        )
+        lines.append(
+            f"- **{where}: not reached.** "
+            + (f"The fewest misses with {KEPT:.0%} kept: {_told(near, C)}. " if near else "")
+            + f"Nearest by the product of both: {_told(fewest, C)}."
+        )
+    return "\n".join(lines) + "\n" if lines else NOT_RUN
+
+
+def _told(point: Point, capacity: int) -> str:
+    half = frontier.interval(point.kept)
+    spread = f" ± {100 * half:.0f}" if half is not None else ", one seed"
+    return f"`{point.row.label}` ({100 * point.kept.mean:.0f}{spread} % kept, {point.fewer[capacity].mean:.1f} × fewer)"
+
+
+def _beaten(group: Group | None) -> str:
+    found = frontier.points(group) if group is not None else []
+    if not found:
+        return NOT_RUN
+    lines, rows = [], {}
+    for C in CACHES:
+        by = frontier.dominators(found, C)
+        n = sum(point is not None for point in by.values())
+        lines.append(
+            f"- C={C}: {n} of the {len(by)} rows have a row past the paper with lower perplexity and fewer misses."
+        )
+        for label, point in by.items():
+            rows.setdefault(label, []).append(f"`{point.row.label}`" if point else "none")
+    table = Table(
+        "beaten", "", ("the paper's", *(f"beaten at C={C} by" for C in CACHES)), tuple((k, *v) for k, v in rows.items())
+    )
+    return "\n".join(lines) + "\n\n" + tables.markdown(table)
+
+
+def _table(rows: list[Row], columns: list[tuple[str, str, str]], label: Callable[[Row], str]) -> str:
+    def cell(row: Row, metric: str, form: str) -> str | Number:
+        value = row.metric(metric)
+        return NOTHING if value is None else Number(value, form)
+
+    lines = tuple((label(row), *(cell(row, metric, form) for _, metric, form in columns)) for row in rows)
+    return tables.markdown(Table("", "", ("variant", *(head for head, _, _ in columns)), lines))
+
+
+def _topical(group: Group | None) -> str:
+    if group is None:
+        return NOT_RUN
+    rows = [row for row in group.routed if row.mean("run_length") is not None]
+    if not rows:
+        return NOT_RUN
+    columns = [
+        ("run length, tokens", "run_length", ".2f"),
+        ("word specialisation, × uniform", "word_specialisation", ".2f"),
+        ("I(expert; topic) above chance, bits", "topic_information", ".4f"),
+        ("PPL", "ppl", ".2f"),
+    ]
+    return f"{group.title}.\n\n" + _table(rows, columns, lambda row: row.label)
+
+
+def _shared(collection: Collection) -> str:
+    groups = [g for g in collection.groups if g.config.model.layers_per_pool > 1]
+    if not groups:
+        return NOT_RUN
+    steps = {g.config.train.steps for g in groups}
+    groups += [g for g in collection.groups if g.config.train.steps in steps and _is(g, experts=4, corpus="wikitext-2")]
+
+    def label(row: Row) -> str:
+        model = row.runs[0].config.model
+        pool = "universal" if model.universal else f"shared by {model.share_block}" if model.share_block > 1 else "own"
+        sets = model.n_layers if model.universal else model.n_layers // model.share_block
+        return f"{row.label}, {pool}, {model.n_experts * sets} experts"
+
+    rows = [row for g in groups for row in g.routed if row.variant.name in ("vanilla", "cross_layer")]
+    rows = [row for row in rows if row.mean("pool_hit_rate_c2") is not None]
+    columns = [("PPL ↓", "ppl", ".2f"), ("SR ↓", "switch_rate", ".3f")]
+    columns += [(f"pool of {C}·L ↑", f"pool_hit_rate_c{C}", ".3f") for C in CACHES]
+    columns += [(f"all C={C} ↑", f"{ALL_SLOTS}{C}", ".3f") for C in CACHES]
+    words = (
+        "One cache for all layers, asked token by token through the layers as in decoding, where a tensor that layers "
+        "share is one entry; beside it the cache of each layer alone.\n"
+    )
+    return words + "\n" + _table(rows, columns, label)
+
+
+if __name__ == "__main__":
+    main(*(Path(arg) for arg in sys.argv[1:]))
