@@ -20,7 +20,7 @@ import yaml
 
 from stickymoe.cli import COMMANDS, main
 from stickymoe.errors import StickyError
-from stickymoe.runs.presets import PRESETS
+from stickymoe.runs.presets import PRESETS, RECOMMENDED
 from stickymoe.runs.record import RunRecord
 from stickymoe.variants import variant_class, variant_names
 
@@ -117,6 +117,22 @@ def printed_config(capsys: pytest.CaptureFixture[str], *args: str | Path) -> dic
     assert main(["train", "--print_config", *map(str, args)]) == 0
     config: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
     return config
+
+
+class TestRecommended:
+    def test_is_a_variant_with_its_settings_and_flags_over_them(self, capsys: pytest.CaptureFixture[str]) -> None:
+        config = printed_config(capsys, "--recommended", "--preset", "cpu-16", "--variant.capacity", "4")
+        assert config["variant"] == {**printed_config(capsys, "--recommended")["variant"], "capacity": 4}
+        assert config["variant"].items() >= {**RECOMMENDED, "capacity": 4}.items()
+        assert config["model"]["n_experts"] == 16
+
+    def test_leaves_no_doubt_which_variant_is_meant(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        file = tmp_path / "c.yaml"
+        file.write_text("variant: {name: soft, lam: 0.3}\n")
+        for more in (["--variant", "soft"], ["--config", str(file)]):
+            assert main(["train", "--recommended", *more]) == 2
+            error = capsys.readouterr().err
+            assert error == "stickymoe: --recommended chooses the variant: got 'soft' too, leave one of them out.\n"
 
 
 class TestNames:

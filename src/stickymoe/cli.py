@@ -72,13 +72,18 @@ def _parser(command: str, description: str) -> _Parser:
 
 
 def _train(argv: list[str]) -> None:
-    from stickymoe.runs.presets import PRESETS
+    from stickymoe.runs.presets import PRESETS, RECOMMENDED
 
     parser = _parser("train", "Train one variant into a run folder.")
     options = parser.add_argument_group("run")
     options.add_argument("-h", "--help", action="store_true", help="show this help and exit")
     options.add_argument("--preset", metavar="NAME", help=f"settings to start from: {', '.join(PRESETS)}")
     options.add_argument("--variant", "--variant.name", metavar="NAME", help="what to train; see stickymoe variants")
+    options.add_argument(
+        "--recommended",
+        action="store_true",
+        help="train what docs/frontier.md recommends; --variant.capacity experts fit",
+    )
     options.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, over the preset's")
     options.add_argument("--out", type=Path, metavar="DIR", help="run folder (default runs/VARIANT-HASH)")
     options.add_argument("--resume", action="store_true", help="go on with an unfinished run in --out")
@@ -88,7 +93,7 @@ def _train(argv: list[str]) -> None:
     options.add_argument("--print_config", action="store_true", help="print the whole config as YAML and exit")
     args, flags = parser.parse_known_args(argv)
     if args.help:
-        _print_train_help(parser, args.preset, args.variant)
+        _print_train_help(parser, args.preset, RECOMMENDED["name"] if args.recommended else args.variant)
         return
     config = _train_config(args, flags)
     if args.print_config:
@@ -130,7 +135,7 @@ def _train_config(args: argparse.Namespace, flags: list[str]) -> RunConfig:
             if not (args.out / "record.json").exists():
                 raise RunError(f"There is no run to resume in {args.out}: start one without --resume.")
             return config_from(RunRecord.read(args.out / "record.json").config, flags)  # killed between the two
-    return read_config(flags, preset=args.preset, variant=args.variant, file=file)
+    return read_config(flags, preset=args.preset, variant=args.variant, recommended=args.recommended, file=file)
 
 
 def _default_folder(config: RunConfig) -> Path:

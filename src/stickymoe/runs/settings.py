@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 
 from stickymoe.errors import ConfigError, unknown
 from stickymoe.runs.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runs.presets import preset as preset_settings
 from stickymoe.variants import variant_class
 
@@ -24,11 +25,20 @@ def read_config(
     *,
     preset: str | None = None,
     variant: str | None = None,
+    recommended: bool = False,
     file: Path | None = None,
 ) -> RunConfig:
-    """The config that `flags`, the YAML `file`, and the named `preset` and `variant` make together."""
+    """The config that `flags`, the YAML `file`, and the named `preset` and `variant` make together.
+
+    `recommended` is the variant that docs/frontier.md recommends, with its settings.
+    """
     settings = read_yaml(file) if file is not None else {}
-    if variant is not None and variant != _variant_in(settings):
+    if recommended:
+        if variant is not None or "variant" in settings:
+            given = variant or _variant_in(settings)
+            raise ConfigError(f"--recommended chooses the variant: got '{given}' too, leave one of them out.")
+        settings["variant"] = dict(RECOMMENDED)
+    elif variant is not None and variant != _variant_in(settings):
         settings.pop("variant", None)  # the file's hyper-parameters are another variant's
         settings["variant"] = {"name": variant}
     if preset is not None:
