@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from stickymoe.errors import require
 from stickymoe.routing import kernels
-from stickymoe.routing.routers import RouterInput, State
+from stickymoe.routing.routers import RouterInput, State, TopK
 from stickymoe.routing.scan import as_numpy, as_tensor, remembered
 
 
@@ -111,8 +111,9 @@ class Residency:
 
     At the start of a document the top-C move in; later at most one expert a token does, before the token chooses.
     Demand is the logit, or with `average` > 0 the running average of g with that decay, in units of g. Of equal
-    demands the lowest index is resident. g = softmax(ℓ). Over the share `rise` of training, after the share `free`,
-    the average's memory grows from none and ρ from 0: from a cache that follows every token to one that hardly moves.
+    demands the lowest index is resident. g = softmax(ℓ). For the share `free` of training all experts can be chosen;
+    over the share `rise` after it the average's memory grows from none and ρ from 0, from residents that follow every
+    token to residents that hardly move.
     """
 
     capacity: int
@@ -125,6 +126,9 @@ class Residency:
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
         require(k <= self.capacity, "variant.capacity", self.capacity, f"at least the {k} experts of a token")
+        strength = self._strength(x.done)
+        if strength == 0.0:
+            return TopK()(logits, k, x, state)
         g = logits.softmax(-1)
         probable = as_numpy(g)
         signal = probable if self.average else as_numpy(logits)
@@ -132,7 +136,6 @@ class Residency:
         S = np.empty((*logits.shape[:2], k), np.int64)
         demand, resident = remembered(state, "demand", logits), remembered(state, "resident", logits, np.bool_)
         position = as_numpy(x.position)
-        strength = self._strength(x.done)
         decay = 1 - (1 - self.average) ** strength  # the logarithm of the memory 1/(1−d) grows evenly
         kernels.residency(signal, probable, position, demand, resident, capacity, strength * self.margin, decay, S)
         return g, as_tensor(S, g), {"demand": as_tensor(demand, g), "resident": as_tensor(resident, g)}
