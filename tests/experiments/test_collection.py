@@ -54,6 +54,18 @@ def test_what_differs_in_data_model_or_protocol_stands_apart(other):
     assert [len(group.rows) for group in groups] == [2, 1]
 
 
+def test_the_dense_control_stands_beside_every_number_of_experts():
+    sixteen = {"model": {"n_experts": 16}}
+    other = {"model": {"n_experts": 16}, "train": {"steps": 2000}}
+    runs = [a_run("vanilla"), a_run("dense"), a_run("vanilla", settings=sixteen), a_run("oracle", settings=other)]
+    by_size = {(g.config.model.n_experts, g.config.train.steps): g for g in grouped(runs)}
+    assert {key: [row.label for row in g.rows] for key, g in by_size.items()} == {
+        (4, 1000): ["vanilla", "dense"],
+        (16, 1000): ["vanilla", "dense"],
+        (16, 2000): ["oracle"],
+    }
+
+
 def test_how_often_a_run_was_looked_at_does_not_matter():
     often = {"train": {"eval_every": 10, "log_every": 1, "checkpoint_every": 7}}
     assert len(grouped([a_run("vanilla"), a_run("oracle", settings=often)])) == 1

@@ -237,7 +237,7 @@ class Collection:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        return tuple(run for group in self.groups for run in group.runs)
+        return tuple({run.record.run_id: run for group in self.groups for run in group.runs}.values())
 
     def names(self) -> dict[str, Group]:
         """Groups by a name each, for files and links."""
@@ -300,10 +300,19 @@ def _require_a_result(folders: Sequence[Path], runs: list[Run], damaged: list[Da
 
 
 def grouped(runs: Iterable[Run]) -> tuple[Group, ...]:
-    """Runs by what may be compared, largest group first."""
+    """Runs by what may be compared, largest group first.
+
+    A dense run has no experts to count or share, so it stands in every group that differs from its own only in those.
+    """
     groups: dict[str, list[Run]] = {}
+    dense: list[Run] = []
     for run in runs:
         groups.setdefault(repr(_setting(run)), []).append(run)
+        if run.config.variant.name == "dense":
+            dense.append(run)
+    for members in groups.values():
+        first = _setting(members[0], of_experts=False)
+        members += [run for run in dense if run not in members and _setting(run, of_experts=False) == first]
     together = [Group(_rows(members)) for members in groups.values()]
     titles = [group.title for group in together]
     together = [
@@ -313,11 +322,16 @@ def grouped(runs: Iterable[Run]) -> tuple[Group, ...]:
     return tuple(sorted(together, key=lambda group: (-len(group.rows), group.title)))
 
 
-def _setting(run: Run) -> dict[str, Any]:
-    """What must be equal for two runs to stand in one table."""
+# What the dense control does not have.
+_OF_EXPERTS = ("n_experts", "share_block", "universal")
+
+
+def _setting(run: Run, *, of_experts: bool = True) -> dict[str, Any]:
+    """What must be equal for two runs to stand in one table; without `of_experts`, as far as the dense control goes."""
     config = run.config.as_dict()
     train = {f"train.{key}": value for key, value in config["train"].items() if key not in _HOW_OFTEN}
-    model = {f"model.{key}": value for key, value in config["model"].items()}
+    sizes = config["model"].items()
+    model = {f"model.{key}": value for key, value in sizes if of_experts or key not in _OF_EXPERTS}
     data = {"data": run.record.data["fingerprint"][:12], "data.documents": config["data"]["documents"]}
     return {**data, **model, **train}
 
