@@ -300,6 +300,35 @@ def residency(logits, k, capacity, margin, average, doc=None):
     return S, residents
 
 
+def rent(logits, k, capacity, price, doc=None):
+    """`(S, R)` of one sequence: chosen and resident experts of every token."""
+    N = len(logits[0])
+    S, residents, missed, last_use = [], [], [], []
+    for t, start in enumerate(starts(len(logits), doc)):
+        g = softmax(logits[t])
+        if start:
+            R = set(top_k(g, min(capacity, N)))
+            missed, last_use = [0.0] * N, [t - 1] * N
+        else:
+            R = set(residents[-1])
+            least = g[by_weight(logits[t], R)[k - 1]]
+            for e in range(N):
+                if e not in R:
+                    missed[e] += max(0.0, g[e] - least)
+            outside = [e for e in range(N) if e not in R]
+            if outside:
+                best = min(outside, key=lambda e: (-missed[e], e))
+                oldest = min(R, key=lambda e: (last_use[e], g[e], -e))
+                if missed[best] > price and g[best] > least:
+                    R = R - {oldest} | {best}
+                    missed[best] = missed[oldest] = 0.0
+        residents.append(R)
+        S.append(by_weight(logits[t], R)[:k])
+        for e in S[-1]:
+            last_use[e] = t
+    return S, residents
+
+
 def segment(logits, k, window, doc=None):
     """S of one sequence: one set per W tokens of a document, from the sum of the logits of the W tokens before."""
     S, chosen = [], None

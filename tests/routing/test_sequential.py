@@ -12,15 +12,18 @@ from test_routers import D, inputs, router_input, steps, windowed_logits
 
 import reference
 from stickymoe.errors import ConfigError
+from stickymoe.locality.replay import simulate
+from stickymoe.locality.table import RouteTable
 from stickymoe.routing.fixed import Hashed, Trajectory
 from stickymoe.routing.routers import Attended, HardWindow, Router, TopK
-from stickymoe.routing.sequential import Hysteresis, Residency, Segment, Smooth, TwoSpeed
+from stickymoe.routing.sequential import Hysteresis, Rent, Residency, Segment, Smooth, TwoSpeed
 from strategies import costly, seeds, thorough
 
 CHOICES = {
     "hysteresis": Hysteresis(bonus=0.75),
     "residency by logit": Residency(capacity=3, margin=0.5, average=0.0),
     "residency by average": Residency(capacity=2, margin=0.02, average=0.75),
+    "rent": Rent(capacity=3, price=0.2),
     "segment": Segment(window=3),
     "hash": Hashed(layer=1),
     "trajectory": Trajectory(window=3, sentence=False),
@@ -71,6 +74,41 @@ def test_residency_is_that_of_the_reference(case, room, margin, average):
             continue  # averages that are equal on paper differ in the last bit
         assert S[b].tolist() == expected
         assert {int(e) for e in state["resident"][b].nonzero()} == residents[-1]
+
+
+@thorough
+@given(case=windowed_logits(), room=st.integers(0, 4), price=st.sampled_from([0.0, 0.3, 1.0]))
+def test_rent_is_that_of_the_reference(case, room, price):
+    logits, k, x = case
+    g, S, state = Rent(capacity=k + room, price=price)(logits, k, x, {})
+    assert torch.equal(g, logits.softmax(-1))
+    for b in range(len(logits)):
+        expected, residents = reference.rent(logits[b].tolist(), k, k + room, price, doc_of(x, b))
+        assert S[b].tolist() == expected
+        assert {int(e) for e in state["resident"][b].nonzero()} == residents[-1]
+
+
+@thorough
+@given(case=windowed_logits(), room=st.integers(0, 2), price=st.sampled_from([0.0, 0.3]))
+def test_what_moves_in_for_rent_is_what_an_lru_cache_loads(case, room, price):
+    logits, k, x = case
+    capacity = min(k + room, logits.shape[-1])
+    _, S, _ = Rent(capacity=capacity, price=price)(logits, k, x, {})
+    for b in range(len(logits)):
+        doc = doc_of(x, b)
+        _, residents = reference.rent(logits[b].tolist(), k, capacity, price, doc)
+        begins = reference.starts(len(residents), doc)
+        moved_in = sum(
+            len(R - before) for before, R, start in zip(residents, residents[1:], begins[1:], strict=False) if not start
+        )
+        table = RouteTable(
+            S=S[b : b + 1].numpy().astype(np.uint8)[None],
+            n_experts=logits.shape[-1],
+            mask=np.ones((1, len(residents)), np.bool_),
+            doc=None if doc is None else np.array([doc]),
+        )
+        begun = sum(begins) * capacity
+        assert simulate(table, capacity=capacity).misses <= moved_in + begun
 
 
 @thorough

@@ -115,6 +115,45 @@ def residency(
 
 
 @njit(cache=True)
+def rent(g: Any, position: Any, missed: Any, unused: Any, resident: Any, capacity: int, price: float, S: Any) -> None:
+    """S = the k heaviest residents; the state [B, N] (weight missed, tokens unused, who is resident) is updated."""
+    B, T, N = g.shape
+    k = S.shape[2]
+    left = np.empty(N, np.bool_)
+    for b in range(B):
+        here = resident[b]
+        for t in range(T):
+            if position[b, t] == 0:
+                _choose(g[b, t], capacity, here)
+                missed[b] = 0.0
+                unused[b] = 0
+                _heaviest(g[b, t], here, left, S[b, t])
+            else:
+                _heaviest(g[b, t], here, left, S[b, t])
+                least = g[b, t, S[b, t, k - 1]]
+                entering, leaving = -1, -1
+                for i in range(N):
+                    if not here[i]:
+                        missed[b, i] += max(0.0, g[b, t, i] - least)
+                        if entering < 0 or missed[b, i] > missed[b, entering]:
+                            entering = i
+                    elif (
+                        leaving < 0
+                        or unused[b, i] > unused[b, leaving]
+                        or (unused[b, i] == unused[b, leaving] and g[b, t, i] <= g[b, t, leaving])
+                    ):
+                        leaving = i
+                if entering >= 0 and missed[b, entering] > price and g[b, t, entering] > least:
+                    here[entering], here[leaving] = True, False
+                    missed[b, entering], missed[b, leaving] = 0.0, 0.0
+                    unused[b, entering] = 0
+                    _heaviest(g[b, t], here, left, S[b, t])
+            unused[b] += 1
+            for slot in range(k):
+                unused[b, S[b, t, slot]] = 0
+
+
+@njit(cache=True)
 def segment(logits: Any, g: Any, position: Any, total: Any, chosen: Any, window: int, S: Any) -> None:
     """One choice per W tokens; `chosen` and `total` (the segment's logits so far) [B, N] are brought up to date."""
     B, T, N = logits.shape

@@ -105,20 +105,15 @@ class Hysteresis:
         return g, as_tensor(S, g), {"chosen": as_tensor(chosen, g)}
 
 
-@dataclass(frozen=True)
-class Residency:
-    """S_t = top-k of g_t among C residents; the best outsider replaces the worst resident if its demand wins by ρ.
+@dataclass(frozen=True, kw_only=True)
+class _Resident:
+    """A choice among C experts that move in and out, at most one a token and before it chooses.
 
-    At the start of a document the top-C move in; later at most one expert a token does, before the token chooses.
-    Demand is the logit, or with `average` > 0 the running average of g with that decay, in units of g. Of equal
-    demands the lowest index is resident. g = softmax(ℓ). For the share `free` of training all experts can be chosen;
-    over the share `rise` after it the average's memory grows from none and ρ from 0, from residents that follow every
-    token to residents that hardly move.
+    For the share `free` of training all experts can be chosen; over the share `rise` after it the residents grow from
+    following every token to full inertia.
     """
 
     capacity: int
-    margin: float
-    average: float
     free: float = 0.0
     rise: float = 0.0
 
@@ -130,20 +125,59 @@ class Residency:
         if strength == 0.0:
             return TopK()(logits, k, x, state)
         g = logits.softmax(-1)
-        probable = as_numpy(g)
-        signal = probable if self.average else as_numpy(logits)
-        capacity = min(self.capacity, logits.shape[-1])
         S = np.empty((*logits.shape[:2], k), np.int64)
-        demand, resident = remembered(state, "demand", logits), remembered(state, "resident", logits, np.bool_)
-        position = as_numpy(x.position)
-        decay = 1 - (1 - self.average) ** strength  # the logarithm of the memory 1/(1−d) grows evenly
-        kernels.residency(signal, probable, position, demand, resident, capacity, strength * self.margin, decay, S)
-        return g, as_tensor(S, g), {"demand": as_tensor(demand, g), "resident": as_tensor(resident, g)}
+        held = self._scan(logits, as_numpy(g), as_numpy(x.position), strength, state, S)
+        return g, as_tensor(S, g), {name: as_tensor(array, g) for name, array in held.items()}
 
     def _strength(self, done: float) -> float:
         if done >= self.free + self.rise:
             return 1.0
         return max(0.0, (done - self.free) / self.rise) if self.rise else 0.0
+
+    def _scan(self, logits: Tensor, g: Any, position: Any, strength: float, state: State, S: Any) -> dict[str, Any]:
+        """Write the chosen experts to `S`; answers what the next tokens need."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residency(_Resident):
+    """S_t = top-k of g_t among C residents; the best outsider replaces the worst resident if its demand wins by ρ.
+
+    At the start of a document the top-C move in. Demand is the logit, or with `average` > 0 the running average of g
+    with that decay, in units of g. Of equal demands the lowest index is resident. g = softmax(ℓ). Inertia grows with
+    ρ from 0 and with the average's memory from none.
+    """
+
+    margin: float
+    average: float
+
+    def _scan(self, logits: Tensor, g: Any, position: Any, strength: float, state: State, S: Any) -> dict[str, Any]:
+        signal = g if self.average else as_numpy(logits)
+        demand, resident = remembered(state, "demand", logits), remembered(state, "resident", logits, np.bool_)
+        decay = 1 - (1 - self.average) ** strength  # the logarithm of the memory 1/(1−d) grows evenly
+        capacity = min(self.capacity, g.shape[-1])
+        kernels.residency(signal, g, position, demand, resident, capacity, strength * self.margin, decay, S)
+        return {"demand": demand, "resident": resident}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rent(_Resident):
+    """S_t = top-k of g_t among C residents; an outsider moves in when the weight it missed adds up to the price θ.
+
+    What an outsider misses at a token is what its g has above the least of the k chosen. It moves in where it is
+    chosen at once, and the resident that was chosen longest ago goes (of equals the least g, the highest index): so
+    what moves in is what an LRU cache of C loads. At the start of a document the top-C move in. g = softmax(ℓ).
+    Inertia grows with θ from 0.
+    """
+
+    price: float
+
+    def _scan(self, logits: Tensor, g: Any, position: Any, strength: float, state: State, S: Any) -> dict[str, Any]:
+        missed, resident = remembered(state, "missed", logits), remembered(state, "resident", logits, np.bool_)
+        unused = remembered(state, "unused", logits, np.int64)
+        capacity = min(self.capacity, g.shape[-1])
+        kernels.rent(g, position, missed, unused, resident, capacity, strength * self.price, S)
+        return {"missed": missed, "unused": unused, "resident": resident}
 
 
 @dataclass(frozen=True)
