@@ -277,22 +277,22 @@ def hysteresis(logits, k, bonus, doc=None):
     return S
 
 
-def residency(logits, k, capacity, margin, average, doc=None):
-    """`(S, R)` of one sequence: chosen and resident experts of every token."""
+def residency(logits, k, capacity, margin, average, doc=None, pinned=0):
+    """`(S, R)` of one sequence: chosen and resident experts of every token; the first `pinned` never leave."""
     N = len(logits[0])
     S, residents, demand = [], [], []
     for t, start in enumerate(starts(len(logits), doc)):
         signal = softmax(logits[t]) if average else logits[t]
         if start:
             demand = list(signal)
-            R = set(top_k(demand, min(capacity, N)))
+            R = set(top_k([inf] * pinned + demand[pinned:], min(capacity, N)))
         else:
             demand = [average * q + (1 - average) * s for q, s in zip(demand, signal, strict=True)]
             R = set(residents[-1])
             outside = [e for e in range(N) if e not in R]
             if outside:
                 best = min(outside, key=lambda e: (-demand[e], e))
-                worst = max(R, key=lambda e: (-demand[e], e))
+                worst = max(R - set(range(pinned)), key=lambda e: (-demand[e], e))
                 if demand[best] > demand[worst] + margin:
                     R = R - {worst} | {best}
         residents.append(R)

@@ -63,13 +63,18 @@ def test_hysteresis_is_that_of_the_reference(case, bonus):
     room=st.integers(0, 4),
     margin=st.sampled_from([0.0, 0.25, 1.0]),
     average=st.sampled_from([0.0, 0.5]),
+    pinned=st.integers(0, 2),
 )
-def test_residency_is_that_of_the_reference(case, room, margin, average):
+def test_residency_is_that_of_the_reference(case, room, margin, average, pinned):
     logits, k, x = case
-    g, S, state = Residency(capacity=k + room, margin=margin, average=average)(logits, k, x, {})
+    pinned = min(pinned, k + room - 1)
+    choice = Residency(capacity=k + room, margin=margin, average=average, pinned=pinned)
+    g, S, state = choice(logits, k, x, {})
     assert torch.equal(g, logits.softmax(-1))
     for b in range(len(logits)):
-        expected, residents = reference.residency(logits[b].tolist(), k, k + room, margin, average, doc_of(x, b))
+        expected, residents = reference.residency(
+            logits[b].tolist(), k, k + room, margin, average, doc_of(x, b), pinned
+        )
         if average and margin == 0.0:
             continue  # averages that are equal on paper differ in the last bit
         assert S[b].tolist() == expected

@@ -89,9 +89,21 @@ def hysteresis(logits: Any, g: Any, position: Any, chosen: Any, bonus: float, S:
 
 @njit(cache=True)
 def residency(
-    signal: Any, g: Any, position: Any, demand: Any, resident: Any, capacity: int, margin: float, decay: float, S: Any
+    signal: Any,
+    g: Any,
+    position: Any,
+    demand: Any,
+    resident: Any,
+    capacity: int,
+    pinned: int,
+    margin: float,
+    decay: float,
+    S: Any,
 ) -> None:
-    """S = the k heaviest residents; `resident` and `demand` (a running average) [B, N] are brought up to date."""
+    """S = the k heaviest residents; `resident` and `demand` (a running average) [B, N] are brought up to date.
+
+    The first experts are `pinned`: always resident.
+    """
     B, T, N = signal.shape
     left = np.empty(N, np.bool_)
     for b in range(B):
@@ -99,17 +111,18 @@ def residency(
         for t in range(T):
             if position[b, t] == 0:
                 demand[b] = signal[b, t]
-                _choose(demand[b], capacity, here)
+                _choose(demand[b, pinned:], capacity - pinned, here[pinned:])
+                here[:pinned] = True
             else:
                 entering, leaving = -1, -1
                 for i in range(N):
                     demand[b, i] = decay * demand[b, i] + (1.0 - decay) * signal[b, t, i]
                     if here[i]:
-                        if leaving < 0 or demand[b, i] <= demand[b, leaving]:
+                        if i >= pinned and (leaving < 0 or demand[b, i] <= demand[b, leaving]):
                             leaving = i
                     elif entering < 0 or demand[b, i] > demand[b, entering]:
                         entering = i
-                if entering >= 0 and demand[b, entering] > demand[b, leaving] + margin:
+                if entering >= 0 and leaving >= 0 and demand[b, entering] > demand[b, leaving] + margin:
                     here[entering], here[leaving] = True, False
             _heaviest(g[b, t], here, left, S[b, t])
 

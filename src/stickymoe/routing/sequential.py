@@ -144,19 +144,21 @@ class Residency(_Resident):
     """S_t = top-k of g_t among C residents; the best outsider replaces the worst resident if its demand wins by ρ.
 
     At the start of a document the top-C move in. Demand is the logit, or with `average` > 0 the running average of g
-    with that decay, in units of g. Of equal demands the lowest index is resident. g = softmax(ℓ). Inertia grows with
-    ρ from 0 and with the average's memory from none.
+    with that decay, in units of g. Of equal demands the lowest index is resident. The first experts are `pinned`, and
+    never leave. g = softmax(ℓ). Inertia grows with ρ from 0 and with the average's memory from none.
     """
 
     margin: float
     average: float
+    pinned: int = 0
 
     def _scan(self, logits: Tensor, g: Any, position: Any, strength: float, state: State, S: Any) -> dict[str, Any]:
         signal = g if self.average else as_numpy(logits)
         demand, resident = remembered(state, "demand", logits), remembered(state, "resident", logits, np.bool_)
         decay = 1 - (1 - self.average) ** strength  # the logarithm of the memory 1/(1−d) grows evenly
         capacity = min(self.capacity, g.shape[-1])
-        kernels.residency(signal, g, position, demand, resident, capacity, strength * self.margin, decay, S)
+        margin = strength * self.margin
+        kernels.residency(signal, g, position, demand, resident, capacity, self.pinned, margin, decay, S)
         return {"demand": demand, "resident": resident}
 
 

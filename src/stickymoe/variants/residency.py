@@ -22,6 +22,7 @@ class ResidencyVariant(Resident):
         rise: share of training after it over which the residents' inertia grows to full size
         rho: margin ρ by which an outsider must win
         average: decay of the running average of g that is the demand; 0 takes the logit instead
+        pinned: experts among the C that never leave
     """
 
     name: ClassVar[str] = "residency"
@@ -31,13 +32,23 @@ class ResidencyVariant(Resident):
 
     rho: float = hyper(0.02, "ρ")
     average: float = hyper(0.9, "avg")
+    pinned: int = hyper(0, "pinned", always=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_weight("rho", self.rho)
         require_share("average", self.average, below_one=True)
+        ok = type(self.pinned) is int and 0 <= self.pinned < self.capacity
+        require(ok, "variant.pinned", self.pinned, f"a whole number from 0 to {self.capacity - 1}")
 
     def choice(self, site: RouterSite) -> "Choice":
         from stickymoe.routing.sequential import Residency
 
-        return Residency(capacity=self.capacity, free=self.free, rise=self.rise, margin=self.rho, average=self.average)
+        return Residency(
+            capacity=self.capacity,
+            free=self.free,
+            rise=self.rise,
+            margin=self.rho,
+            average=self.average,
+            pinned=self.pinned,
+        )
