@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from stickymoe.errors import require
 from stickymoe.variants.base import RouterSite, hyper, register, require_share, require_weight
 from stickymoe.variants.resident import Resident
 
