@@ -10,7 +10,7 @@ from pathlib import Path
 import vl_convert
 
 from stickymoe.experiments import figures, frontier, tables
-from stickymoe.experiments.collection import Collection, Group, Row, collect
+from stickymoe.experiments.collection import Collection, Group, Row, collect, kept_gain
 from stickymoe.experiments.frontier import EVEN, FEWER, KEPT, Point
 from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Number, Table
 
@@ -44,6 +44,8 @@ def page(collection: Collection, drawn: Path) -> str:
         _compared(whole, drawn, "small", CACHES),
         "## Against the targets\n",
         _targets(whole, sixteen),
+        "## Or simply fewer experts?\n",
+        _fits(whole, find(steps=1000, experts=3, corpus="wikitext-2"), 3) + _fits(sixteen, whole, 4),
         "## Is every row of the paper beaten?\n",
         _beaten(whole),
         "## Sixteen experts, a cache of four\n",
@@ -129,8 +131,33 @@ def _targets(whole: Group | None, sixteen: Group | None) -> str:
 
 def _told(point: Point, capacity: int) -> str:
     half = frontier.interval(point.kept)
-    spread = f" ± {100 * half:.0f}" if half is not None else ", one seed"
-    return f"`{point.row.label}` ({100 * point.kept.mean:.0f}{spread} % kept, {point.fewer[capacity].mean:.1f} × fewer)"
+    spread = f" ± {100 * half:.0f}" if half is not None else ""
+    seeds = "one seed" if point.kept.n == 1 else f"{point.kept.n} seeds"
+    kept = f"{100 * point.kept.mean:.0f}{spread} % kept"
+    return f"`{point.row.label}` ({kept}, {point.fewer[capacity].mean:.1f} × fewer, {seeds})"
+
+
+def _fits(group: Group | None, smaller: Group | None, capacity: int) -> str:
+    """Mixtures of no more experts than the cache holds, by the gain of the larger one that they keep."""
+    if group is None or smaller is None or group.baseline is None or (dense := group.find("dense")) is None:
+        return ""
+    lines = []
+    for row in smaller.routed:
+        kept = kept_gain(row, baseline=group.baseline, dense=dense)
+        hit = row.mean(f"{ALL_SLOTS}{capacity}")
+        if kept is not None and hit is not None:
+            lines.append((row, kept, 1 - hit))
+    few, many = smaller.config.model.n_experts, group.config.model.n_experts
+    words = (
+        f"A device that holds {capacity} experts a layer can have a mixture of {few}, which loads nothing after its "
+        f"first tokens. That is what a router over {many} must beat with so strict a cache:\n\n"
+    )
+    cells = tuple(
+        (f"{row.label}, N={few}", f"{row.mean('ppl'):.2f}", f"{100 * kept.mean:.0f}", f"{misses:.3f}")
+        for row, kept, misses in sorted(lines, key=lambda line: -line[1].mean)[:6]
+    )
+    heads = ("variant", "PPL ↓", f"gain of N={many} kept % ↑", f"misses C={capacity} ↓")
+    return words + tables.markdown(Table("fits", "", heads, cells)) + "\n"
 
 
 def _beaten(group: Group | None) -> str:

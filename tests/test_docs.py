@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def test_the_guides_grid_is_one(tmp_path):
     file.write_text(grid)
     runs = configs(load_grid(str(file)), seeds=[1], flags=[], source="guide")
     assert [run.variant.name for run in runs] == ["vanilla", "soft", "soft_hard"]
+
+
+def test_the_page_of_the_frontier_follows_from_the_committed_records(tmp_path):
+    runpy.run_path(str(ROOT / "results" / "frontier_page.py"))["main"](tmp_path)
+    assert (tmp_path / "frontier.md").read_text() == (ROOT / "docs" / "frontier.md").read_text()
+    drawn = {p.name for p in (tmp_path / "frontier").iterdir()}
+    assert drawn == {p.name for p in (ROOT / "docs" / "frontier").iterdir()}
 
 
 def test_the_published_results_follow_from_the_committed_records(tmp_path, monkeypatch):
