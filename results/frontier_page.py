@@ -44,6 +44,8 @@ def page(collection: Collection, drawn: Path) -> str:
         _compared(whole, drawn, "small", CACHES),
         "## Against the targets\n",
         _targets(whole, sixteen),
+        "## What each idea taught\n",
+        _lessons(whole),
         "## Or simply fewer experts?\n",
         _fits(whole, find(steps=1000, experts=3, corpus="wikitext-2"), 3) + _fits(sixteen, whole, 4),
         "## Is every row of the paper beaten?\n",
@@ -135,6 +137,47 @@ def _told(point: Point, capacity: int) -> str:
     seeds = "one seed" if point.kept.n == 1 else f"{point.kept.n} seeds"
     kept = f"{100 * point.kept.mean:.0f}{spread} % kept"
     return f"`{point.row.label}` ({kept}, {point.fewer[capacity].mean:.1f} × fewer, {seeds})"
+
+
+# What was tried, by the name of its variant, and what it taught. Rows that are not there are left out.
+LESSONS = (
+    (
+        ("smooth",),
+        "A gate that reads an average of the last few tokens chooses **better**, not only more steadily: light smoothing "
+        "beats vanilla in perplexity and in misses at once. The previous tokens tell the layer what the token alone does "
+        "not.",
+    ),
+    (
+        ("residency",),
+        "Only C experts can be chosen, and they change slowly. Misses fall by an order of magnitude; most of what is lost "
+        "is lost in training under the restriction, not by restricting a model that was trained so: setting it free again "
+        "afterwards wins little back. Leaving routing free for longer moves the loss from training to inference.",
+    ),
+    (
+        ("residency+smooth",),
+        "The two do not add up. With experts that come and go, each has to stand in for the others, and smoothing's gain "
+        "is gone. Pinning all but one slot keeps the roles apart and wins part of it back.",
+    ),
+    (
+        ("cache_loss+residency",),
+        "Paying for expected misses by gradient makes routing stick hard, and at this weight costs more than the mixture "
+        "is worth.",
+    ),
+    (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
+    (("two_speed", "residency+two_speed"), "A second gate reads the slow average beside the token."),
+    (("hysteresis", "hysteresis+smooth"), "A bonus for the experts of the previous token."),
+    (("trajectory", "hash"), "Bounds: experts fixed by a hash of the span, or of the word."),
+)
+
+
+def _lessons(group: Group | None) -> str:
+    found = frontier.points(group) if group is not None else []
+    lines = []
+    for names, words in LESSONS:
+        rows = [p for p in found if p.row.variant.name in names and CACHES[-1] in p.fewer]
+        if rows:
+            lines.append(f"- {words} {'; '.join(_told(p, CACHES[-1]) for p in rows)}; misses at C={CACHES[-1]}.")
+    return "\n".join(lines) + "\n" if lines else NOT_RUN
 
 
 def _fits(group: Group | None, smaller: Group | None, capacity: int) -> str:
