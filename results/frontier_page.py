@@ -13,6 +13,8 @@ from stickymoe.experiments import figures, frontier, tables
 from stickymoe.experiments.collection import Collection, Group, Row, collect, kept_gain
 from stickymoe.experiments.frontier import EVEN, FEWER, KEPT, Point
 from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Number, Table
+from stickymoe.runs.presets import RECOMMENDED
+from stickymoe.runs.settings import config_from
 
 HERE = Path(__file__).parent
 CACHES = (2, 3)
@@ -42,6 +44,8 @@ def page(collection: Collection, drawn: Path) -> str:
         INTRODUCTION,
         "## The frontier\n",
         _compared(whole, drawn, "small", CACHES),
+        "## The recommendation\n",
+        _recommended(whole),
         "## Against the targets\n",
         _targets(whole, sixteen),
         "## What each idea taught\n",
@@ -143,31 +147,49 @@ def _told(point: Point, capacity: int) -> str:
 LESSONS = (
     (
         ("smooth",),
-        "A gate that reads an average of the last few tokens chooses **better**, not only more steadily: light smoothing "
-        "beats vanilla in perplexity and in misses at once. The previous tokens tell the layer what the token alone does "
-        "not.",
+        "A gate that reads an average of the last few tokens chooses **better**, not only more steadily: light "
+        "smoothing beats vanilla in perplexity and in misses at once. The tokens before tell a layer what the token "
+        "alone does not.",
     ),
     (
         ("residency",),
-        "Only C experts can be chosen, and they change slowly. Misses fall by an order of magnitude; most of what is lost "
-        "is lost in training under the restriction, not by restricting a model that was trained so: setting it free again "
-        "afterwards wins little back. Leaving routing free for longer moves the loss from training to inference.",
+        "Only C experts can be chosen, and they change slowly: misses fall by an order of magnitude. Leaving routing "
+        "free for the first half of training, so that experts specialise first, did not help.",
     ),
     (
         ("residency+smooth",),
-        "The two do not add up. With experts that come and go, each has to stand in for the others, and smoothing's gain "
-        "is gone. Pinning all but one slot keeps the roles apart and wins part of it back.",
+        "The two do not add up. Where experts come and go, each has to stand in for the others, and what smoothing won "
+        "is gone. Pinning all but one slot keeps the roles apart and wins a part of it back.",
     ),
     (
         ("cache_loss+residency",),
-        "Paying for expected misses by gradient makes routing stick hard, and at this weight costs more than the mixture "
-        "is worth.",
+        "Paying for expected misses by gradient makes routing stick hard, and at this weight costs more than the "
+        "mixture is worth.",
     ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
     (("two_speed", "residency+two_speed"), "A second gate reads the slow average beside the token."),
     (("hysteresis", "hysteresis+smooth"), "A bonus for the experts of the previous token."),
     (("trajectory", "hash"), "Bounds: experts fixed by a hash of the span, or of the word."),
 )
+
+
+def _recommended(group: Group | None) -> str:
+    """What `train --recommended` buys and costs, beside vanilla."""
+    key = config_from({"variant": RECOMMENDED}).variant.key
+    found = frontier.points(group) if group is not None else []
+    point = next((p for p in found if p.row.variant.key == key), None)
+    if group is None or group.baseline is None or point is None:
+        return NOT_RUN
+    change = point.row.change(group.baseline)
+    assert change is not None
+    fewer = " and ".join(f"{point.fewer[C].mean:.2f} × fewer misses with {C} slots a layer" for C in CACHES)
+    buys = "buys" if change.mean < 0 else "costs"
+    return (
+        f"`stickymoe train --recommended` trains `{point.row.label}`. It {buys} {abs(change.mean):.1f} % of vanilla's "
+        f"perplexity and has {fewer} ({'one seed' if change.n == 1 else f'{change.n} seeds'}). It adds no weights, and "
+        "one number per expert, layer and sequence to what decoding remembers. Where a device holds a fixed few experts "
+        "a layer, also train a mixture of just so many: see below.\n"
+    )
 
 
 def _lessons(group: Group | None) -> str:

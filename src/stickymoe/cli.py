@@ -82,7 +82,7 @@ def _train(argv: list[str]) -> None:
     options.add_argument(
         "--recommended",
         action="store_true",
-        help="train what docs/frontier.md recommends; --variant.capacity experts fit",
+        help="train the router that docs/frontier.md recommends",
     )
     options.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, over the preset's")
     options.add_argument("--out", type=Path, metavar="DIR", help="run folder (default runs/VARIANT-HASH)")

@@ -64,16 +64,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper-medium": {"model": _MEDIUM, **_PAPER},
 }
 
-# The router to take where a device cannot hold all experts: docs/frontier.md says what it buys and costs. `capacity` is
-# what the device holds of each layer, about twice the active experts or more.
-RECOMMENDED: dict[str, Any] = {
-    "name": "residency",
-    "capacity": 3,
-    "rho": 0.05,
-    "average": 0.95,
-    "free": 0.5,
-    "rise": 0.3,
-}
+# The router to take: docs/frontier.md says what it buys and costs.
+RECOMMENDED: dict[str, Any] = {"name": "smooth", "decay": 0.5}
 
 
 def preset(name: str) -> dict[str, Any]:
