@@ -187,8 +187,8 @@ def _recommended(group: Group | None) -> str:
     return (
         f"`stickymoe train --recommended` trains `{point.row.label}`. It {buys} {abs(change.mean):.1f} % of vanilla's "
         f"perplexity and has {fewer} ({'one seed' if change.n == 1 else f'{change.n} seeds'}). It adds no weights, and "
-        "one number per expert, layer and sequence to what decoding remembers. Where a device holds a fixed few experts "
-        "a layer, also train a mixture of just so many: see below.\n"
+        "one number per expert, layer and sequence to what decoding remembers. Where a device holds a fixed few "
+        "experts a layer, also train a mixture of just so many: see below.\n"
     )
 
 
