@@ -147,7 +147,7 @@ def kept_gain(group: Group, capacity: int) -> Chart | None:
         alt.Chart(_values(corner))
         .mark_rect(color=PALETTE[2], opacity=0.15)
         .encode(x="x:Q", x2="x2:Q", y="y:Q", y2="y2:Q"),
-        base.transform_filter("datum.best").mark_line(color=_MUTED, strokeDash=[5, 4], interpolate="linear"),
+        base.transform_filter("datum.best").mark_line(color=_MUTED, strokeDash=[5, 4], interpolate="step-after"),
         base.mark_point(size=80, filled=True, opacity=0.9).encode(
             color=alt.Color("of:N", scale=colour, legend=alt.Legend(title=None, orient="bottom")),
             shape=alt.Shape("of:N", scale=shape),
