@@ -200,7 +200,7 @@ def test_a_learned_decay_starts_at_the_given_one():
 
 @thorough
 @given(case=windowed_logits(), window=st.integers(0, 4), sentence=st.booleans(), data=st.data())
-def test_a_trajectory_is_decided_by_its_document_or_the_first_token_of_its_span(case, window, sentence, data):
+def test_a_trajectory_is_decided_by_the_first_token_of_its_span(case, window, sentence, data):
     logits, k, x = case
     B, T, n_experts = logits.shape
 
@@ -212,8 +212,7 @@ def test_a_trajectory_is_decided_by_its_document_or_the_first_token_of_its_span(
     _, S, _ = Trajectory(window=window, sentence=sentence)(logits, k, x, {})
     for b in range(B):
         first = reference.span_starts(T, window, sentence, flags[b], doc_of(x, b))
-        whole_documents = x.doc is not None and not window and not sentence
-        keys = (x.doc if whole_documents else x.tokens)[b, first].tolist()
+        keys = x.tokens[b, first].tolist()
         assert S[b].tolist() == [heaviest_first(logits[b, t], key) for t, key in enumerate(keys)]
 
 

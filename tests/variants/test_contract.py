@@ -221,7 +221,14 @@ def test_config_round_trip(name):
     assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
 
 
-LIMITS = {"capacity": (SIZES.top_k, 64), "slots": (SIZES.top_k, 64), "groups": (1, SIZES.n_experts)}
+LIMITS = {
+    "capacity": (SIZES.top_k, 64),
+    "slots": (SIZES.top_k, 64),
+    "groups": (1, SIZES.n_experts),
+    "pinned": (1, SIZES.top_k - 1),
+    "free": (0, 0.5),
+    "rise": (0, 0.5),
+}
 
 
 @st.composite
@@ -235,7 +242,7 @@ def settings_of(draw, cls):
             least, most = LIMITS.get(f.name, (1, 64))
             values[f.name] = draw(st.integers(least, most))
         elif isinstance(f.default, float):
-            values[f.name] = draw(st.floats(1e-12, 0.999, exclude_min=True))
+            values[f.name] = draw(st.floats(1e-12, LIMITS.get(f.name, (0, 0.999))[1], exclude_min=True))
         elif isinstance(f.default, tuple):
             values[f.name] = tuple(draw(st.lists(st.floats(0, 9), min_size=SIZES.n_layers, max_size=SIZES.n_layers)))
     return values

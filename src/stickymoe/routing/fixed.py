@@ -43,9 +43,8 @@ class Hashed:
 class Trajectory:
     """S_t = hash(t's span), the same in all layers: nothing is loaded inside a span.
 
-    A span is a document, or shorter: W tokens of it if `window` is not 0, a sentence of it if `sentence`. A document
-    is known by its number; of a shorter span, or a text without documents, its first token is all that is known in
-    time.
+    A span is a document, or shorter: W tokens of it if `window` is not 0, a sentence of it if `sentence`. It is known
+    by its first token, the one thing known of it in time.
     """
 
     window: int
@@ -54,8 +53,6 @@ class Trajectory:
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        if x.doc is not None and not (self.window or self.sentence):
-            return *_weigh(logits, as_numpy(x.doc), k), {}
         position = as_numpy(x.position)
         starts = position % self.window == 0 if self.window else position == 0
         if self.sentence:
