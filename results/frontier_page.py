@@ -116,7 +116,7 @@ def _targets(whole: Group | None, sixteen: Group | None) -> str:
     lines = []
     for group, C in ((whole, 3), (sixteen, 4)):
         found = frontier.points(group) if group is not None else []
-        if group is None or not found:
+        if group is None or len(found) < 2:  # nothing beside vanilla
             continue
         solved = [p for p in found if C in p.fewer and p.solves(C)]
         near = frontier.nearest(found, C)
