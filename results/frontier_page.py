@@ -12,7 +12,7 @@ import vl_convert
 from stickymoe.experiments import figures, frontier, tables
 from stickymoe.experiments.collection import Collection, Group, Row, collect, kept_gain
 from stickymoe.experiments.frontier import EVEN, FEWER, KEPT, Point
-from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Number, Table
+from stickymoe.experiments.tables import ALL_SLOTS, Table
 from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runs.settings import config_from
 
@@ -247,11 +247,9 @@ def _beaten(group: Group | None) -> str:
 
 
 def _table(rows: list[Row], columns: list[tuple[str, str, str]], label: Callable[[Row], str]) -> str:
-    def cell(row: Row, metric: str, form: str) -> str | Number:
-        value = row.metric(metric)
-        return NOTHING if value is None else Number(value, form)
-
-    lines = tuple((label(row), *(cell(row, metric, form) for _, metric, form in columns)) for row in rows)
+    lines = tuple(
+        (label(row), *(tables.number(row.metric(metric), form) for _, metric, form in columns)) for row in rows
+    )
     return tables.markdown(Table("", "", ("variant", *(head for head, _, _ in columns)), lines))
 
 

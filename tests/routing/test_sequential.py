@@ -95,7 +95,7 @@ def test_rent_is_that_of_the_reference(case, room, price):
 
 @thorough
 @given(case=windowed_logits(), room=st.integers(0, 2), price=st.sampled_from([0.0, 0.3]))
-def test_what_moves_in_for_rent_is_what_an_lru_cache_loads(case, room, price):
+def test_an_lru_cache_loads_no_more_than_what_moves_in_for_rent(case, room, price):
     logits, k, x = case
     capacity = min(k + room, logits.shape[-1])
     _, S, _ = Rent(capacity=capacity, price=price)(logits, k, x, {})

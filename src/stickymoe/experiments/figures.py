@@ -122,7 +122,6 @@ def kept_gain(group: Group, capacity: int) -> Chart | None:
     shown: Points = [
         {
             "label": p.row.label,
-            "family": p.row.variant.name,
             "of": "the paper" if of_the_paper(p.row) else "vanilla" if p.row is group.baseline else "past the paper",
             "misses": _round(max(p.misses[capacity], 1e-4)),
             "kept": _round(100 * p.kept.mean),

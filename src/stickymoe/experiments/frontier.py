@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stickymoe.experiments.collection import Group, Row, Value, kept_gain
 from stickymoe.experiments.grids import PAPER_ROWS
-from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Cell, Number, Table, capacities
+from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Cell, Table, capacities, number
 
 # What a row must reach to be called solved: ten times fewer misses, four fifths of the gain.
 FEWER, KEPT = 10.0, 0.8
@@ -103,21 +103,17 @@ def kept_table(group: Group, *, name: str = "kept", caption: str = "") -> Table 
     for point in found:
         half = interval(point.kept)
         share = f"{100 * point.kept.mean:.0f}" + (f" ± {100 * half:.0f}" if half is not None else "")
-        cells: list[Cell] = [str(point.kept.n), _number(point.row.metric("ppl"), ".2f"), share]
+        cells: list[Cell] = [str(point.kept.n), number(point.row.metric("ppl"), ".2f"), share]
         for C in sizes:
             fewer = None if point.row is group.baseline else point.fewer.get(C)
-            cells += [f"{point.misses[C]:.3f}" if C in point.misses else NOTHING, _number(fewer, ".2f")]
-        cells += [_number(point.row.metric("switch_rate"), ".3f"), _number(point.row.metric("cache_hit_rate"), ".3f")]
+            cells += [f"{point.misses[C]:.3f}" if C in point.misses else NOTHING, number(fewer, ".2f")]
+        cells += [number(point.row.metric("switch_rate"), ".3f"), number(point.row.metric("cache_hit_rate"), ".3f")]
         cells += ["yes" if point.even else "no"]
         label = f"{point.row.label} ★" if point.row.label in stars else point.row.label
         lines.append((label, *cells))
     heads = [head for C in sizes for head in (f"misses C={C} ↓", f"× C={C}")]
     headings = ("variant", "seeds", "PPL ↓", "gain kept % ↑", *heads, "SR ↓", "CHR ↑", "even")
     return Table(name, caption, headings, tuple(lines))
-
-
-def _number(value: Value | None, form: str) -> Cell:
-    return NOTHING if value is None else Number(value, form)
 
 
 def of_the_paper(row: Row) -> bool:

@@ -116,7 +116,7 @@ def results(rows: Sequence[Row], baseline: Row | None = None, *, name: str = "re
     lines = []
     for row in rows:
         if row.complete:
-            cells = [_number(column.cell(row, baseline), column.form) for column in columns]
+            cells = [number(column.cell(row, baseline), column.form) for column in columns]
         else:
             cells = [row.status] * len(columns)
         lines.append((row.label, *([_seeds(row)] if seeds else []), *cells))
@@ -124,7 +124,8 @@ def results(rows: Sequence[Row], baseline: Row | None = None, *, name: str = "re
     return Table(name, caption, headings, tuple(lines))
 
 
-def _number(value: Value | None, form: str) -> Cell:
+def number(value: Value | None, form: str) -> Cell:
+    """A value's cell, or that nothing was measured."""
     return NOTHING if value is None else Number(value, form)
 
 

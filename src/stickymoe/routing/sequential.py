@@ -7,6 +7,7 @@ B sequences, T tokens, N experts, k experts per token.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +107,7 @@ class Hysteresis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Resident:
+class _Resident(ABC):
     """A choice among C experts that move in and out, at most one a token and before it chooses.
 
     For the share `free` of training all experts can be chosen; over the share `rise` after it the residents grow from
@@ -134,9 +135,9 @@ class _Resident:
             return 1.0
         return max(0.0, (done - self.free) / self.rise) if self.rise else 0.0
 
+    @abstractmethod
     def _scan(self, logits: Tensor, g: Any, position: Any, strength: float, state: State, S: Any) -> dict[str, Any]:
         """Write the chosen experts to `S`; answers what the next tokens need."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +168,8 @@ class Rent(_Resident):
     """S_t = top-k of g_t among C residents; an outsider moves in when the weight it missed adds up to the price θ.
 
     What an outsider misses at a token is what its g has above the least of the k chosen. It moves in where it is
-    chosen at once, and the resident that was chosen longest ago goes (of equals the least g, the highest index): so
-    what moves in is what an LRU cache of C loads. At the start of a document the top-C move in. g = softmax(ℓ).
+    chosen at once, and the resident that was chosen longest ago goes (of equals the least g, the highest index): so an
+    LRU cache of C loads no more than what moves in. At the start of a document the top-C move in. g = softmax(ℓ).
     Inertia grows with θ from 0.
     """
 
