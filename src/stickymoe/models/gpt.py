@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from stickymoe.errors import ConfigError
 from stickymoe.models.head import linear_cross_entropy, plain_cross_entropy
 from stickymoe.models.moe import Experts, FeedForward, MoE
+from stickymoe.routing.families import Families
 from stickymoe.routing.routers import Router, RouterInput, Routing, State
 from stickymoe.routing.trace import RoutingTrace, document_positions
 from stickymoe.runs.config import ModelConfig
@@ -75,7 +76,14 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, router: Router | None, fast: bool, below: Experts | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        router: Router | None,
+        fast: bool,
+        below: Experts | None,
+        families: Families | None,
+    ) -> None:
         """`below` are the experts of the layer below, if this one uses the same."""
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.d_model)
@@ -85,14 +93,15 @@ class Block(nn.Module):
         if router is None:
             self.ffn = FeedForward(config.d_model, config.top_k * config.d_ff)
         else:
-            experts = below or Experts(config.pool_size, config.d_model, config.d_ff, fast=fast)
+            experts = below or Experts(config.pool_size, config.d_model, config.d_ff, fast=fast, families=families)
             self.ffn = MoE(router, experts, shared=below is not None)
 
 
 class GPT(nn.Module):
     """The model is handed its routers: `make_router(layer)`, or None from it for the dense control.
 
-    `fast=False` takes the plain path through experts and head, the reference of the fast one.
+    `fast=False` takes the plain path through experts and head, the reference of the fast one. `families` are experts
+    that begin as one.
     """
 
     def __init__(
@@ -102,6 +111,7 @@ class GPT(nn.Module):
         make_router: Callable[[int], Router | None],
         *,
         fast: bool = True,
+        families: Families | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -112,7 +122,7 @@ class GPT(nn.Module):
         for layer in range(config.n_layers):
             below = self.blocks[-1].ffn if layer % config.layers_per_pool else None
             shared = below.experts if isinstance(below, MoE) else None
-            self.blocks.append(Block(config, make_router(layer), fast, shared))
+            self.blocks.append(Block(config, make_router(layer), fast, shared, families))
         self.final_norm = nn.LayerNorm(config.d_model)
         self._initialise()
 
@@ -125,6 +135,9 @@ class GPT(nn.Module):
             else:
                 scale = math.sqrt(2 * self.config.n_layers) if name.endswith(residual) else 1.0
                 nn.init.normal_(p, std=0.02 / scale)
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.join_families()
 
     def forward(
         self,

@@ -14,24 +14,49 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stickymoe.routing.families import Families
 from stickymoe.routing.routers import Router, RouterInput, Routing, State
 
 
 class Experts(nn.Module):
     """N feed-forward networks with GELU, their weights stacked."""
 
-    def __init__(self, n_experts: int, d_model: int, d_ff: int, *, fast: bool = True) -> None:
+    def __init__(
+        self, n_experts: int, d_model: int, d_ff: int, *, fast: bool = True, families: Families | None = None
+    ) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.empty(n_experts, d_ff, d_model))
         self.up_bias = nn.Parameter(torch.empty(n_experts, d_ff))
         self.down = nn.Parameter(torch.empty(n_experts, d_model, d_ff))
         self.down_bias = nn.Parameter(torch.empty(n_experts, d_model))
         self.fast = fast
+        self.families = families
 
-    def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
-        """eq:moe_output, on the fast path or the plain one; both give the same."""
+    def forward(
+        self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"], done: float = 1.0
+    ) -> Float[Tensor, "n d"]:
+        """eq:moe_output, on the fast path or the plain one; both give the same. `done` is the share of training over."""
         weights = (self.up, self.up_bias, self.down, self.down_bias)
+        if self.families is not None and (tie := self.families.tie(done)) > 0:
+            weights = tuple(tied(p, self.families.slots, tie) for p in weights)
         return sorted_experts(h, S, w, *weights) if self.fast else plain_experts(h, S, w, *weights)
+
+
+    @torch.no_grad()
+    def join_families(self) -> None:
+        """Give the members of each family the weights of its first, if they are to begin as one."""
+        if self.families is None or not self.families.apart:
+            return
+        for p in self.parameters():
+            p.copy_(p[torch.arange(len(p), device=p.device) % self.families.slots])
+
+
+def tied(stack: Float[Tensor, "N *shape"], slots: int, tie: float) -> Float[Tensor, "N *shape"]:
+    """Each expert's weights mixed with the mean of its family: the more, the more of a gradient goes to all of it."""
+    family = torch.arange(len(stack), device=stack.device) % slots
+    same = (family[:, None] == family).to(stack.dtype)
+    mix = tie * same / same.sum(1, keepdim=True) + (1 - tie) * torch.eye(len(stack)).to(stack)
+    return torch.tensordot(mix, stack, 1)
 
 
 def plain_experts(
@@ -155,7 +180,7 @@ class MoE(nn.Module):
 
     def forward(self, x: RouterInput, state: State | None) -> tuple[Float[Tensor, "B T d"], Routing]:
         routing = self.router(x, state)
-        y = self.experts(x.h.flatten(0, 1), routing.S.flatten(0, 1), routing.w.flatten(0, 1))
+        y = self.experts(x.h.flatten(0, 1), routing.S.flatten(0, 1), routing.w.flatten(0, 1), x.done)
         return y.view_as(x.h), routing
 
 

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from stickymoe.errors import require
 from stickymoe.routing import kernels
@@ -47,6 +48,31 @@ def balance_by_layer(trace: RoutingTrace, *, load: Float[Tensor, "L N"] | None =
     f = expert_load(trace) if load is None else load
     p = torch.where(trace.mask[..., None], trace.g, 0.0).sum((1, 2)) / trace.mask.sum().clamp(min=1)
     return trace.g.shape[-1] * (f * p).sum(-1)
+
+
+def family_balance_by_layer(
+    trace: RoutingTrace, *, slots: int, load: Float[Tensor, "L N"] | None = None
+) -> Float[Tensor, " L"]:
+    """L_bal of the families i mod C, and the mean over families of L_bal among the members of each.
+
+    Families are to be used alike, whatever their size, and so are the members of a family: 2 when all are even.
+    """
+    f = expert_load(trace) if load is None else load
+    N = trace.g.shape[-1]
+    slots = min(slots, N)
+    family = torch.arange(N, device=f.device) % slots
+    within = F.one_hot(family, slots).to(trace.g.dtype)  # [N, C]
+    sizes = within.sum(0)
+
+    def real_mean(x: Tensor) -> Tensor:
+        return torch.where(trace.mask[..., None], x, 0.0).sum((1, 2)) / trace.mask.sum().clamp(min=1)
+
+    whole = trace.g @ within  # [L, B, T, C]
+    f_whole = f @ within
+    p = real_mean(trace.g / whole[..., family].clamp(min=_SMALL))  # of a member among its family
+    f_within = f / f_whole[:, family].clamp(min=_SMALL)
+    between = slots * (f_whole * real_mean(whole)).sum(-1)
+    return between + (f_within * p * sizes[family]).sum(-1) / slots
 
 
 def consistency_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:

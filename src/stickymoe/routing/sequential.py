@@ -184,6 +184,29 @@ class Rent(_Resident):
 
 
 @dataclass(frozen=True)
+class Siblings:
+    """S_t = top-k of g_t among C residents, one of each family of experts i mod C; a sibling moves in if it wins by ρ.
+
+    What wins is the running average, of that decay, of an expert's share in the gate weight of its family. At most one
+    moves in per token, that of the largest win (of equals the first slot). At the start of a document the heaviest of
+    each family is resident. g = softmax(ℓ).
+    """
+
+    slots: int
+    margin: float
+    average: float
+
+    def __call__(
+        self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
+    ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
+        g = logits.softmax(-1)
+        S = np.empty((*logits.shape[:2], k), np.int64)
+        demand, resident = remembered(state, "demand", logits), remembered(state, "resident", logits, np.bool_)
+        kernels.siblings(as_numpy(g), as_numpy(x.position), demand, resident, self.slots, self.margin, self.average, S)
+        return g, as_tensor(S, g), {"demand": as_tensor(demand, g), "resident": as_tensor(resident, g)}
+
+
+@dataclass(frozen=True)
 class Segment:
     """S = top-k of the mean logits of the W tokens before the segment, for all of its W tokens; g = softmax(ℓ).
 

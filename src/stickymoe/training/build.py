@@ -25,4 +25,5 @@ def build_model(config: RunConfig, vocab_size: int) -> GPT:
         lambda layer: config.variant.router(
             RouterSite(layer=layer, d_model=c.d_model, n_experts=c.pool_size, top_k=c.top_k)
         ),
+        families=config.variant.families,
     )

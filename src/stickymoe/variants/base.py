@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stickymoe.errors import ConfigError, require, unknown
+from stickymoe.routing.families import Families
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,6 +98,11 @@ class Variant:
 
     def phases(self) -> tuple[Phase, ...]:
         return (Phase("train", self.terms()),)
+
+    @property
+    def families(self) -> Families | None:
+        """Which experts begin as one, if any."""
+        return None
 
     @property
     def first_phase_is(self) -> "Variant | None":
