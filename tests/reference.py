@@ -47,6 +47,27 @@ def balance_loss(g, S, mask, doc=None):
     return total / L
 
 
+def family_balance_loss(g, S, mask, slots):
+    """L_bal of the families i mod C, and the mean over families of L_bal among the members of each."""
+    N = len(g[0][0][0])
+    slots = min(slots, N)
+    real = real_tokens(mask)
+    total = 0.0
+    for layer in range(len(g)):
+        used = [e for b, t in real for e in S[layer][b][t]]
+        for slot in range(slots):
+            family = list(range(slot, N, slots))
+            whole = [sum(g[layer][b][t][e] for e in family) for b, t in real]
+            uses = [e for e in used if e in family]
+            between = slots * len(uses) / max(len(used), 1) * sum(whole) / max(len(real), 1)
+            among = 0.0
+            for e in family:
+                p = sum(g[layer][b][t][e] / w for (b, t), w in zip(real, whole, strict=True)) / max(len(real), 1)
+                among += len(family) * uses.count(e) / max(len(uses), 1) * p
+            total += between + among / slots
+    return total / len(g)
+
+
 def consistency_loss(g, mask, doc=None):
     """eq:cons_loss, eq:cons_loss_full. Mean ‖g_t − g_{t−1}‖² over the batch's pairs, mean over layers."""
     L = len(g)
@@ -295,6 +316,36 @@ def residency(logits, k, capacity, margin, average, doc=None, pinned=0):
                 worst = max(R - set(range(pinned)), key=lambda e: (-demand[e], e))
                 if demand[best] > demand[worst] + margin:
                     R = R - {worst} | {best}
+        residents.append(R)
+        S.append(by_weight(logits[t], R)[:k])
+    return S, residents
+
+
+def siblings(logits, k, slots, margin, average, doc=None):
+    """`(S, R)` of one sequence: chosen and resident experts of every token, one resident of each family i mod C."""
+    N = len(logits[0])
+    families = [range(slot, N, slots) for slot in range(min(slots, N))]
+    S, residents, demand = [], [], []
+    for t, start in enumerate(starts(len(logits), doc)):
+        g = softmax(logits[t])
+        share = [g[e] / sum(g[f] for f in range(e % slots, N, slots)) for e in range(N)]
+        if start:
+            demand = share
+            R = {min(family, key=lambda e: (-share[e], e)) for family in families}
+        else:
+            demand = [average * q + (1 - average) * s for q, s in zip(demand, share, strict=True)]
+            R = set(residents[-1])
+            changes = []
+            for family in families:
+                (here,) = R & set(family)
+                others = [e for e in family if e != here]
+                if others:
+                    best = min(others, key=lambda e: (-demand[e], e))
+                    changes.append((demand[best] - demand[here], here, best))
+            wins = [change for change in changes if change[0] > margin]
+            if wins:
+                _, here, best = min(wins, key=lambda change: (-change[0], change[1] % slots))
+                R = R - {here} | {best}
         residents.append(R)
         S.append(by_weight(logits[t], R)[:k])
     return S, residents

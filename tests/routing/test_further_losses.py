@@ -32,6 +32,10 @@ LOSSES = {
         lambda trace, n: losses.grouped_by_layer(trace, groups=groups(trace, n), inside=0.25).mean(),
         lambda trace, n: reference.grouped_loss(trace.g, trace.mask, trace.doc, groups(trace, n), 0.25),
     ),
+    "balance of families": (
+        lambda trace, n: losses.family_balance_by_layer(trace, slots=n).mean(),
+        lambda trace, n: reference.family_balance_loss(trace.g, trace.S.tolist(), trace.mask, n),
+    ),
     "dot": (
         lambda trace, n: losses.dot_by_layer(trace).mean(),
         lambda trace, n: reference.dot_loss(trace.g, trace.mask, trace.doc),

@@ -16,7 +16,7 @@ from stickymoe.locality.replay import simulate
 from stickymoe.locality.table import RouteTable
 from stickymoe.routing.fixed import Hashed, Trajectory
 from stickymoe.routing.routers import Attended, HardWindow, Router, TopK
-from stickymoe.routing.sequential import Hysteresis, Rent, Residency, Segment, Smooth, TwoSpeed
+from stickymoe.routing.sequential import Hysteresis, Rent, Residency, Segment, Siblings, Smooth, TwoSpeed
 from strategies import costly, seeds, thorough
 
 CHOICES = {
@@ -24,6 +24,7 @@ CHOICES = {
     "residency by logit": Residency(capacity=3, margin=0.5, average=0.0),
     "residency by average": Residency(capacity=2, margin=0.02, average=0.75),
     "rent": Rent(capacity=3, price=0.2),
+    "siblings": Siblings(slots=3, margin=0.02, average=0.75),
     "segment": Segment(window=3),
     "hash": Hashed(layer=1),
     "trajectory": Trajectory(window=3, sentence=False),
@@ -82,6 +83,23 @@ def test_residency_is_that_of_the_reference(case, room, margin, average, pinned)
 
 
 @thorough
+@given(
+    case=windowed_logits(),
+    room=st.integers(0, 4),
+    margin=st.sampled_from([0.03125, 0.25, 1.0]),
+    average=st.sampled_from([0.0, 0.5]),
+)
+def test_siblings_take_turns_as_in_the_reference(case, room, margin, average):
+    logits, k, x = case
+    g, S, state = Siblings(slots=k + room, margin=margin, average=average)(logits, k, x, {})
+    assert torch.equal(g, logits.softmax(-1))
+    for b in range(len(logits)):
+        expected, residents = reference.siblings(logits[b].tolist(), k, k + room, margin, average, doc_of(x, b))
+        assert S[b].tolist() == expected
+        assert {int(e) for e in state["resident"][b].nonzero()} == residents[-1]
+
+
+@thorough
 @given(case=windowed_logits(), room=st.integers(0, 4), price=st.sampled_from([0.0, 0.3, 1.0]))
 def test_rent_is_that_of_the_reference(case, room, price):
     logits, k, x = case
@@ -117,10 +135,16 @@ def test_an_lru_cache_loads_no_more_than_what_moves_in_for_rent(case, room, pric
 
 
 @thorough
-@given(case=windowed_logits(), room=st.integers(0, 2), average=st.sampled_from([0.0, 0.5]))
-def test_at_most_one_expert_moves_in_per_token(case, room, average):
+@given(
+    case=windowed_logits(),
+    room=st.integers(0, 2),
+    average=st.sampled_from([0.0, 0.5]),
+    families=st.booleans(),
+)
+def test_at_most_one_expert_moves_in_per_token(case, room, average, families):
     logits, k, x = case
-    choice = Residency(capacity=k + room, margin=0.0, average=average)
+    owned = Residency(capacity=k + room, margin=0.0, average=average)
+    choice = Siblings(slots=k + room, margin=0.0, average=average) if families else owned
     T, state, residents = logits.shape[1], {}, []
     for t in range(T):
         _, S, state = choice(logits[:, t : t + 1], k, steps(x, t, t + 1), state)

@@ -36,11 +36,10 @@ class Experts(nn.Module):
         self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"], done: float = 1.0
     ) -> Float[Tensor, "n d"]:
         """eq:moe_output, on the fast path or the plain one; both give the same. `done` is the share of training over."""
-        weights = (self.up, self.up_bias, self.down, self.down_bias)
+        weights: list[Tensor] = [self.up, self.up_bias, self.down, self.down_bias]
         if self.families is not None and (tie := self.families.tie(done)) > 0:
-            weights = tuple(tied(p, self.families.slots, tie) for p in weights)
+            weights = [tied(p, self.families.slots, tie) for p in weights]
         return sorted_experts(h, S, w, *weights) if self.fast else plain_experts(h, S, w, *weights)
-
 
     @torch.no_grad()
     def join_families(self) -> None:
@@ -51,12 +50,12 @@ class Experts(nn.Module):
             p.copy_(p[torch.arange(len(p), device=p.device) % self.families.slots])
 
 
-def tied(stack: Float[Tensor, "N *shape"], slots: int, tie: float) -> Float[Tensor, "N *shape"]:
+def tied(stack: Float[Tensor, N * shape], slots: int, tie: float) -> Float[Tensor, N * shape]:
     """Each expert's weights mixed with the mean of its family: the more, the more of a gradient goes to all of it."""
     family = torch.arange(len(stack), device=stack.device) % slots
     same = (family[:, None] == family).to(stack.dtype)
     mix = tie * same / same.sum(1, keepdim=True) + (1 - tie) * torch.eye(len(stack)).to(stack)
-    return torch.tensordot(mix, stack, 1)
+    return (mix @ stack.flatten(1)).view_as(stack)
 
 
 def plain_experts(

@@ -39,7 +39,7 @@ def expert_load(trace: RoutingTrace) -> Float[Tensor, "L N"]:
     """f: the share of each expert in all k slots of the real tokens; sums to 1 in every layer."""
     L, _, _, N = trace.g.shape
     chosen = trace.S[:, trace.mask].flatten(1)  # [L, real·k]
-    counts = torch.zeros(L, N, device=chosen.device).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float))
+    counts = trace.g.new_zeros(L, N).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=trace.g.dtype))
     return counts / max(chosen.shape[1], 1)
 
 

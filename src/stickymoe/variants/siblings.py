@@ -1,6 +1,6 @@
 """Experts that take turns in a cache slot: which slots a token uses is decided at once, who is in them slowly."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from stickymoe.errors import require
@@ -70,7 +70,7 @@ class SiblingsVariant(Routed):
     def terms(self) -> tuple[Term, ...]:
         from stickymoe.routing.losses import family_balance_by_layer
 
-        def balance(trace, ctx):  # type: ignore[no-untyped-def]
-            return family_balance_by_layer(trace, slots=self.capacity, load=ctx.load)
-
-        return tuple(replace(term, fn=balance) if term.symbol == "bal" else term for term in super().terms())
+        balance = Term(
+            "bal", self.mu, lambda trace, ctx: family_balance_by_layer(trace, slots=self.capacity, load=ctx.load)
+        )
+        return tuple(balance if term.symbol == "bal" else term for term in super().terms())
