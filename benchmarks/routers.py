@@ -22,7 +22,7 @@ from harness import Timing, Work, race, serve, write_record
 HERE = Path(__file__)
 B, T, PREFIX, VOCAB = 16, 256, 128, 4096
 TOKENS_AT_ONCE = 50  # one decoded token is too short to be timed
-COMBINED = ("residency+smooth", "siblings+smooth", "hysteresis+smooth", "smooth+soft")
+COMBINED = ("residency+smooth", "hysteresis+smooth", "smooth+soft")
 
 
 def config_of(a: argparse.Namespace, variant: str) -> Any:

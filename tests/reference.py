@@ -321,27 +321,25 @@ def residency(logits, k, capacity, margin, average, doc=None, pinned=0):
     return S, residents
 
 
-def siblings(logits, k, slots, margin, average, doc=None):
+def siblings(logits, k, slots, margin, doc=None):
     """`(S, R)` of one sequence: chosen and resident experts of every token, one resident of each family i mod C."""
     N = len(logits[0])
     families = [range(slot, N, slots) for slot in range(min(slots, N))]
-    S, residents, demand = [], [], []
+    S, residents = [], []
     for t, start in enumerate(starts(len(logits), doc)):
         g = softmax(logits[t])
         share = [g[e] / sum(g[f] for f in range(e % slots, N, slots)) for e in range(N)]
         if start:
-            demand = share
             R = {min(family, key=lambda e: (-share[e], e)) for family in families}
         else:
-            demand = [average * q + (1 - average) * s for q, s in zip(demand, share, strict=True)]
             R = set(residents[-1])
             changes = []
             for family in families:
                 (here,) = R & set(family)
                 others = [e for e in family if e != here]
                 if others:
-                    best = min(others, key=lambda e: (-demand[e], e))
-                    changes.append((demand[best] - demand[here], here, best))
+                    best = min(others, key=lambda e: (-share[e], e))
+                    changes.append((share[best] - share[here], here, best))
             wins = [change for change in changes if change[0] > margin]
             if wins:
                 _, here, best = min(wins, key=lambda change: (-change[0], change[1] % slots))
@@ -349,6 +347,20 @@ def siblings(logits, k, slots, margin, average, doc=None):
         residents.append(R)
         S.append(by_weight(logits[t], R)[:k])
     return S, residents
+
+
+def sibling_gates(h, fast_gate, slow_gate, slots, fast, slow, doc=None):
+    """Logits of one sequence: the family's mean row on the fast average, each expert's own row on the slow one."""
+
+    def dot(row, x):
+        return sum(p * q for p, q in zip(row, x, strict=True))
+
+    N = len(slow_gate)
+    out = []
+    for quick, steady in zip(smooth(h, fast, doc), smooth(h, slow, doc), strict=True):
+        families = [[dot(fast_gate[f], quick) for f in range(e % slots, N, slots)] for e in range(N)]
+        out.append([sum(family) / len(family) + dot(slow_gate[e], steady) for e, family in enumerate(families)])
+    return out
 
 
 def rent(logits, k, capacity, price, doc=None):

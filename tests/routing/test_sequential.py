@@ -16,7 +16,7 @@ from stickymoe.locality.replay import simulate
 from stickymoe.locality.table import RouteTable
 from stickymoe.routing.fixed import Hashed, Trajectory
 from stickymoe.routing.routers import Attended, HardWindow, Router, TopK
-from stickymoe.routing.sequential import Hysteresis, Rent, Residency, Segment, Siblings, Smooth, TwoSpeed
+from stickymoe.routing.sequential import Hysteresis, Rent, Residency, Segment, SiblingGates, Siblings, Smooth, TwoSpeed
 from strategies import costly, seeds, thorough
 
 CHOICES = {
@@ -24,7 +24,7 @@ CHOICES = {
     "residency by logit": Residency(capacity=3, margin=0.5, average=0.0),
     "residency by average": Residency(capacity=2, margin=0.02, average=0.75),
     "rent": Rent(capacity=3, price=0.2),
-    "siblings": Siblings(slots=3, margin=0.02, average=0.75),
+    "siblings": Siblings(slots=3, margin=0.02),
     "segment": Segment(window=3),
     "hash": Hashed(layer=1),
     "trajectory": Trajectory(window=3, sentence=False),
@@ -87,14 +87,13 @@ def test_residency_is_that_of_the_reference(case, room, margin, average, pinned)
     case=windowed_logits(),
     room=st.integers(0, 4),
     margin=st.sampled_from([0.03125, 0.25, 1.0]),
-    average=st.sampled_from([0.0, 0.5]),
 )
-def test_siblings_take_turns_as_in_the_reference(case, room, margin, average):
+def test_siblings_take_turns_as_in_the_reference(case, room, margin):
     logits, k, x = case
-    g, S, state = Siblings(slots=k + room, margin=margin, average=average)(logits, k, x, {})
+    g, S, state = Siblings(slots=k + room, margin=margin)(logits, k, x, {})
     assert torch.equal(g, logits.softmax(-1))
     for b in range(len(logits)):
-        expected, residents = reference.siblings(logits[b].tolist(), k, k + room, margin, average, doc_of(x, b))
+        expected, residents = reference.siblings(logits[b].tolist(), k, k + room, margin, doc_of(x, b))
         assert S[b].tolist() == expected
         assert {int(e) for e in state["resident"][b].nonzero()} == residents[-1]
 
@@ -144,7 +143,7 @@ def test_an_lru_cache_loads_no_more_than_what_moves_in_for_rent(case, room, pric
 def test_at_most_one_expert_moves_in_per_token(case, room, average, families):
     logits, k, x = case
     owned = Residency(capacity=k + room, margin=0.0, average=average)
-    choice = Siblings(slots=k + room, margin=0.0, average=average) if families else owned
+    choice = Siblings(slots=k + room, margin=0.0) if families else owned
     T, state, residents = logits.shape[1], {}, []
     for t in range(T):
         _, S, state = choice(logits[:, t : t + 1], k, steps(x, t, t + 1), state)
@@ -184,6 +183,18 @@ def test_two_speeds_add_the_logits_of_the_token_and_of_the_average(x, rng, decay
     slow = torch.tensor(smooth, dtype=torch.float64) @ two.gate.weight.T
     expected = (x.h @ route.gate.weight.T + slow).softmax(-1)
     torch.testing.assert_close(route(x).g, expected, rtol=1e-9, atol=1e-12)
+
+
+@thorough
+@given(x=inputs(), rng=seeds(), slots=st.integers(1, N + 1), fast=st.sampled_from([0.0, 0.6]))
+def test_a_gate_of_families_and_one_of_siblings_add_up(x, rng, slots, fast):
+    gates = SiblingGates(D, N, slots, fast=fast, slow=0.9).double()
+    gates.gate.weight.data = torch.tensor(rng.standard_normal((N, D)))
+    route = router(rng, smooth=gates)
+    rows = (route.gate.weight.tolist(), gates.gate.weight.tolist())
+    logits = [reference.sibling_gates(x.h[b].tolist(), *rows, slots, fast, 0.9, doc_of(x, b)) for b in range(len(x.h))]
+    torch.testing.assert_close(route(x).g, torch.tensor(logits, dtype=torch.float64).softmax(-1), rtol=1e-9, atol=1e-12)
+    assert_pieces_are_the_whole(route, x, {1} if x.h.shape[1] > 1 else set())
 
 
 @thorough

@@ -86,7 +86,6 @@ FRONTIER_ROWS: list[Settings] = [
     *_each("hysteresis+smooth", "decay", 0.5, 0.7, 0.8, bonus=0.1),
     *_each("residency+smooth", "decay", 0.5, 0.7, 0.8),
     *_each("residency+smooth", "decay", 0.3, 0.5, 0.7, average=0.95, rho=0.05, rise=0.7),
-    *_each("siblings+smooth", "rho", 0.02, 0.05, 0.1),
     *_each("residency+two_speed", "slow", 0.8, 0.9, 0.95, average=0.95, rho=0.05, rise=0.7),
     *_each("cache_loss+smooth", "decay", 0.5, 0.7, 0.8),
     *_each("oracle+smooth", "decay", 0.5, 0.7, 0.8),

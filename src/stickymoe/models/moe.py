@@ -35,7 +35,7 @@ class Experts(nn.Module):
     def forward(
         self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"], done: float = 1.0
     ) -> Float[Tensor, "n d"]:
-        """eq:moe_output, on the fast path or the plain one; the same on both. `done` is the share of training that is over."""
+        """eq:moe_output, on the fast path or the plain one; both give the same. `done`: the share of training over."""
         weights: list[Tensor] = [self.up, self.up_bias, self.down, self.down_bias]
         if self.families is not None and (tie := self.families.tie(done)) > 0:
             weights = [tied(p, self.families.slots, tie) for p in weights]

@@ -128,15 +128,13 @@ def residency(
 
 
 @njit(cache=True)
-def siblings(
-    g: Any, position: Any, demand: Any, resident: Any, slots: int, margin: float, decay: float, S: Any
-) -> None:
-    """S = the k heaviest residents, one of each family i mod C; the state [B, N] is brought up to date.
+def siblings(g: Any, position: Any, resident: Any, slots: int, margin: float, S: Any) -> None:
+    """S = the k heaviest residents, one of each family i mod C; `resident` [B, N] is brought up to date.
 
-    `demand` is the running average of an expert's share in the gate weight of its family.
+    An expert's share is what it has of the gate weight of its family.
     """
     B, T, N = g.shape
-    left, whole = np.empty(N, np.bool_), np.empty(slots, g.dtype)
+    left, whole, share = np.empty(N, np.bool_), np.empty(slots, g.dtype), np.empty(N, g.dtype)
     for b in range(B):
         here = resident[b]
         for t in range(T):
@@ -145,23 +143,24 @@ def siblings(
             for i in range(N):
                 whole[i % slots] += g[b, t, i]
             for i in range(N):
-                share = g[b, t, i] / whole[i % slots] if whole[i % slots] > 0.0 else 0.0
-                demand[b, i] = share if start else decay * demand[b, i] + (1.0 - decay) * share
+                share[i] = g[b, t, i] / whole[i % slots] if whole[i % slots] > 0.0 else 0.0
             entering, leaving = -1, -1
-            for slot in range(slots):
+            for slot in range(min(slots, N)):
                 holder, best = -1, -1
                 for i in range(slot, N, slots):
                     if here[i] and not start:
                         holder = i
-                    elif best < 0 or demand[b, i] > demand[b, best]:
+                    elif best < 0 or share[i] > share[best]:
                         best = i
                 if start:
                     for i in range(slot, N, slots):
                         here[i] = i == best
-                elif best >= 0 and demand[b, best] > demand[b, holder] + margin:
-                    win = demand[b, best] - demand[b, holder]
-                    if entering < 0 or win > demand[b, entering] - demand[b, leaving]:
-                        entering, leaving = best, holder
+                elif (
+                    best >= 0
+                    and share[best] > share[holder] + margin
+                    and (entering < 0 or share[best] - share[holder] > share[entering] - share[leaving])
+                ):
+                    entering, leaving = best, holder
             if entering >= 0:
                 here[entering], here[leaving] = True, False
             _heaviest(g[b, t], here, left, S[b, t])

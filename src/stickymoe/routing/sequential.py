@@ -31,9 +31,11 @@ class Smooth(nn.Module):
     σ(logit(d) + bias), one bias per layer, which starts at 0.
     """
 
-    def __init__(self, decay: float, *, learned: bool = False) -> None:
+    def __init__(self, decay: float, *, learned: bool = False, name: str = "smooth") -> None:
+        """`name` is that of the average in the router's state."""
         super().__init__()
         self.decay = decay
+        self.name = name
         self.decay_bias = nn.Parameter(torch.zeros(())) if learned else None
 
     def forward(
@@ -42,7 +44,7 @@ class Smooth(nn.Module):
         decay: Tensor | float = self.decay
         if self.decay_bias is not None:
             decay = (self.decay_bias.to(logits.dtype) + math.log(self.decay / (1 - self.decay))).sigmoid()
-        values, before = as_numpy(logits), remembered(state, "smooth", logits)
+        values, before = as_numpy(logits), remembered(state, self.name, logits)
         scan = (
             values,
             as_numpy(x.position),
@@ -54,7 +56,7 @@ class Smooth(nn.Module):
         smooth = as_tensor(scan[-1], logits)
         if torch.is_grad_enabled():
             smooth = _Average.apply(logits, decay, smooth, scan)  # type: ignore[no-untyped-call]
-        return smooth, {"smooth": as_tensor(scan[-1][:, -1].copy(), logits)}
+        return smooth, {self.name: as_tensor(scan[-1][:, -1].copy(), logits)}
 
 
 class TwoSpeed(nn.Module):
@@ -71,6 +73,29 @@ class TwoSpeed(nn.Module):
         slow = F.linear(x.h.to(logits.dtype), self.gate.weight.to(logits.dtype))
         slow, average = self.smooth(slow, x, state)
         return logits + slow, average
+
+
+class SiblingGates(nn.Module):
+    """a_c + b_i for expert i of family c: a gate of the families reads the token, one of all experts a slow average.
+
+    a is the mean over the family of the router's own logits, smoothed with decay d, and says which slots a token uses;
+    b = W_s·smooth_s(h) says who is in them.
+    """
+
+    def __init__(self, d_model: int, n_experts: int, slots: int, *, fast: float, slow: float) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, n_experts, bias=False)
+        self.fast, self.slow = Smooth(fast, name="fast"), Smooth(slow, name="slow")
+        self.families = min(slots, n_experts)
+
+    def forward(
+        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[Tensor, "B T N"], State]:
+        family = torch.arange(logits.shape[-1], device=logits.device) % self.families
+        member = F.one_hot(family, self.families).to(logits.dtype)  # [N, C]
+        a, fast = self.fast(logits @ (member / member.sum(0)), x, state)
+        b, slow = self.slow(F.linear(x.h.to(logits.dtype), self.gate.weight.to(logits.dtype)), x, state)
+        return a[..., family] + b, {**fast, **slow}
 
 
 class _Average(torch.autograd.Function):
@@ -187,23 +212,21 @@ class Rent(_Resident):
 class Siblings:
     """S_t = top-k of g_t among C residents, one of each family of experts i mod C; a sibling moves in if it wins by ρ.
 
-    What wins is the running average, of that decay, of an expert's share in the gate weight of its family. At most one
-    moves in per token, that of the largest win (of equals the first slot). At the start of a document the heaviest of
-    each family is resident. g = softmax(ℓ).
+    What wins is an expert's share in the gate weight of its family. At most one moves in per token, that of the largest
+    win (of equals the first slot). At the start of a document the heaviest of each family is resident. g = softmax(ℓ).
     """
 
     slots: int
     margin: float
-    average: float
 
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
         g = logits.softmax(-1)
         S = np.empty((*logits.shape[:2], k), np.int64)
-        demand, resident = remembered(state, "demand", logits), remembered(state, "resident", logits, np.bool_)
-        kernels.siblings(as_numpy(g), as_numpy(x.position), demand, resident, self.slots, self.margin, self.average, S)
-        return g, as_tensor(S, g), {"demand": as_tensor(demand, g), "resident": as_tensor(resident, g)}
+        resident = remembered(state, "resident", logits, np.bool_)
+        kernels.siblings(as_numpy(g), as_numpy(x.position), resident, self.slots, self.margin, S)
+        return g, as_tensor(S, g), {"resident": as_tensor(resident, g)}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from stickymoe.variants.base import (
 )
 
 if TYPE_CHECKING:
-    from stickymoe.routing.routers import Choice
+    from stickymoe.routing.routers import Choice, Filter
 
 
 @register
@@ -30,28 +30,32 @@ class SiblingsVariant(Routed):
     Args:
         mu: weight μ of the load-balancing loss, of families and among the siblings of each
         capacity: slots C per layer and sequence, at least the k of a token
+        fast: decay d of the average that the gate of the slots reads; 0 for the token alone
+        slow: decay s of the average that the gate of the siblings reads
         rho: margin ρ by which a sibling must win, in shares of its family
-        average: decay of the running average that decides who is in place
         apart: share of training over which siblings grow from one expert to different ones; 0 for different at once
     """
 
     name: ClassVar[str] = "siblings"
     equation: ClassVar[str] = (
-        "S_t = top-k of R_t, one of each {i ≡ c mod C};  R_c changes if q_in > q_out + ρ;  "
+        "ℓ_i = a_c(smooth_d h) + b_i(smooth_s h), c = i mod C;  S_t = top-k of R_t, one of each c, who changes if "
+        "q_in > q_out + ρ, q = g within c;  "
         "W̃ = τ·mean W + (1−τ)·W, τ → 0;  L = L_CE + μ·(L_bal of families + among siblings)"
     )
     acts_on_terms: ClassVar[bool] = True
 
     capacity: int = hyper(3, "C")
+    fast: float = hyper(0.5, "d")
+    slow: float = hyper(0.9, "s")
     rho: float = hyper(0.05, "ρ")
-    average: float = hyper(0.9, "avg")
     apart: float = hyper(0.5, "apart")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_window("capacity", self.capacity)
         require_weight("rho", self.rho)
-        require_share("average", self.average, below_one=True)
+        require_share("fast", self.fast, below_one=True)
+        require_share("slow", self.slow, below_one=True)
         require_share("apart", self.apart)
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
@@ -62,10 +66,15 @@ class SiblingsVariant(Routed):
     def families(self) -> Families:
         return Families(self.capacity, self.apart)
 
+    def filter(self, site: RouterSite) -> "Filter":
+        from stickymoe.routing.sequential import SiblingGates
+
+        return SiblingGates(site.d_model, site.n_experts, self.capacity, fast=self.fast, slow=self.slow)
+
     def choice(self, site: RouterSite) -> "Choice":
         from stickymoe.routing.sequential import Siblings
 
-        return Siblings(self.capacity, self.rho, self.average)
+        return Siblings(self.capacity, self.rho)
 
     def terms(self) -> tuple[Term, ...]:
         from stickymoe.routing.losses import family_balance_by_layer
