@@ -321,7 +321,7 @@ def residency(logits, k, capacity, margin, average, doc=None, pinned=0):
     return S, residents
 
 
-def siblings(logits, k, slots, margin, doc=None):
+def siblings(logits, k, slots, margin, budget=1.0, doc=None):
     """`(S, R)` of one sequence: chosen and resident experts of every token, one resident of each family i mod C."""
     N = len(logits[0])
     families = [range(slot, N, slots) for slot in range(min(slots, N))]
@@ -331,8 +331,10 @@ def siblings(logits, k, slots, margin, doc=None):
         share = [g[e] / sum(g[f] for f in range(e % slots, N, slots)) for e in range(N)]
         if start:
             R = {min(family, key=lambda e: (-share[e], e)) for family in families}
+            credit = 1.0
         else:
             R = set(residents[-1])
+            credit = min(credit + budget, 1.0)
             changes = []
             for family in families:
                 (here,) = R & set(family)
@@ -341,9 +343,10 @@ def siblings(logits, k, slots, margin, doc=None):
                     best = min(others, key=lambda e: (-share[e], e))
                     changes.append((share[best] - share[here], here, best))
             wins = [change for change in changes if change[0] > margin]
-            if wins:
+            if wins and credit >= 1:
                 _, here, best = min(wins, key=lambda change: (-change[0], change[1] % slots))
                 R = R - {here} | {best}
+                credit -= 1
         residents.append(R)
         S.append(by_weight(logits[t], R)[:k])
     return S, residents

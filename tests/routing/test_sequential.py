@@ -24,7 +24,7 @@ CHOICES = {
     "residency by logit": Residency(capacity=3, margin=0.5, average=0.0),
     "residency by average": Residency(capacity=2, margin=0.02, average=0.75),
     "rent": Rent(capacity=3, price=0.2),
-    "siblings": Siblings(slots=3, margin=0.02),
+    "siblings": Siblings(slots=3, margin=0.02, budget=0.4),
     "segment": Segment(window=3),
     "hash": Hashed(layer=1),
     "trajectory": Trajectory(window=3, sentence=False),
@@ -87,13 +87,14 @@ def test_residency_is_that_of_the_reference(case, room, margin, average, pinned)
     case=windowed_logits(),
     room=st.integers(0, 4),
     margin=st.sampled_from([0.03125, 0.25, 1.0]),
+    budget=st.sampled_from([0.0, 0.25, 0.4, 1.0]),
 )
-def test_siblings_take_turns_as_in_the_reference(case, room, margin):
+def test_siblings_take_turns_as_in_the_reference(case, room, margin, budget):
     logits, k, x = case
-    g, S, state = Siblings(slots=k + room, margin=margin)(logits, k, x, {})
+    g, S, state = Siblings(slots=k + room, margin=margin, budget=budget)(logits, k, x, {})
     assert torch.equal(g, logits.softmax(-1))
     for b in range(len(logits)):
-        expected, residents = reference.siblings(logits[b].tolist(), k, k + room, margin, doc_of(x, b))
+        expected, residents = reference.siblings(logits[b].tolist(), k, k + room, margin, budget, doc_of(x, b))
         assert S[b].tolist() == expected
         assert {int(e) for e in state["resident"][b].nonzero()} == residents[-1]
 
@@ -152,6 +153,19 @@ def test_at_most_one_expert_moves_in_per_token(case, room, average, families):
     for t in range(1, T):
         moved_in = (residents[t] & ~residents[t - 1]).sum(-1)
         assert (moved_in[x.position[:, t] > 0] <= 1).all()
+
+
+@thorough
+@given(case=windowed_logits(), budget=st.sampled_from([0.0, 0.1, 0.3, 0.5]))
+def test_siblings_keep_to_their_budget(case, budget):
+    logits, k, x = case
+    x = replace(x, doc=None, position=torch.arange(logits.shape[1]).expand(logits.shape[:2]))
+    choice, state, loads = Siblings(slots=k, margin=0.0, budget=budget), {}, 0
+    for t in range(logits.shape[1]):
+        before = state.get("resident")
+        _, _, state = choice(logits[:, t : t + 1], k, steps(x, t, t + 1), state)
+        loads = loads + (state["resident"] & ~before).sum(-1) if t else torch.zeros(len(logits))
+        assert (loads <= 1 + budget * t + 1e-9).all()
 
 
 @thorough

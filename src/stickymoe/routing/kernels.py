@@ -128,10 +128,13 @@ def residency(
 
 
 @njit(cache=True)
-def siblings(g: Any, position: Any, resident: Any, slots: int, margin: float, S: Any) -> None:
-    """S = the k heaviest residents, one of each family i mod C; `resident` [B, N] is brought up to date.
+def siblings(
+    g: Any, position: Any, resident: Any, credit: Any, slots: int, margin: float, budget: float, S: Any
+) -> None:
+    """S = the k heaviest residents, one of each family i mod C; `resident` [B, N] and `credit` [B, 1] are updated.
 
-    An expert's share is what it has of the gate weight of its family.
+    An expert's share is what it has of the gate weight of its family. A load costs a credit of 1, and each token
+    brings `budget` of it, up to 1.
     """
     B, T, N = g.shape
     left, whole, share = np.empty(N, np.bool_), np.empty(slots, g.dtype), np.empty(N, g.dtype)
@@ -144,6 +147,7 @@ def siblings(g: Any, position: Any, resident: Any, slots: int, margin: float, S:
                 whole[i % slots] += g[b, t, i]
             for i in range(N):
                 share[i] = g[b, t, i] / whole[i % slots] if whole[i % slots] > 0.0 else 0.0
+            credit[b, 0] = 1.0 if start else min(credit[b, 0] + budget, 1.0)
             entering, leaving = -1, -1
             for slot in range(min(slots, N)):
                 holder, best = -1, -1
@@ -161,8 +165,9 @@ def siblings(g: Any, position: Any, resident: Any, slots: int, margin: float, S:
                     and (entering < 0 or share[best] - share[holder] > share[entering] - share[leaving])
                 ):
                     entering, leaving = best, holder
-            if entering >= 0:
+            if entering >= 0 and credit[b, 0] >= 1.0:
                 here[entering], here[leaving] = True, False
+                credit[b, 0] -= 1.0
             _heaviest(g[b, t], here, left, S[b, t])
 
 

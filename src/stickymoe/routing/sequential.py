@@ -212,12 +212,14 @@ class Rent(_Resident):
 class Siblings:
     """S_t = top-k of g_t among C residents, one of each family of experts i mod C; a sibling moves in if it wins by ρ.
 
-    What wins is an expert's share in the gate weight of its family. At most one moves in per token, that of the largest
-    win (of equals the first slot). At the start of a document the heaviest of each family is resident. g = softmax(ℓ).
+    What wins is an expert's share in the gate weight of its family. The largest win moves in (of equals the first
+    slot), if the budget allows it: a load costs 1, of which every token brings B and no more than 1 is kept, so that n
+    tokens load at most 1 + B·n. At the start of a document the heaviest of each family is resident. g = softmax(ℓ).
     """
 
     slots: int
     margin: float
+    budget: float = 1.0
 
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
@@ -225,8 +227,9 @@ class Siblings:
         g = logits.softmax(-1)
         S = np.empty((*logits.shape[:2], k), np.int64)
         resident = remembered(state, "resident", logits, np.bool_)
-        kernels.siblings(as_numpy(g), as_numpy(x.position), resident, self.slots, self.margin, S)
-        return g, as_tensor(S, g), {"resident": as_tensor(resident, g)}
+        credit = remembered(state, "credit", logits[..., :1], np.float64)  # exact sums: 1/B tokens bring a load
+        kernels.siblings(as_numpy(g), as_numpy(x.position), resident, credit, self.slots, self.margin, self.budget, S)
+        return g, as_tensor(S, g), {"resident": as_tensor(resident, g), "credit": as_tensor(credit, g)}
 
 
 @dataclass(frozen=True)

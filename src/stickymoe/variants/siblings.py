@@ -33,13 +33,14 @@ class SiblingsVariant(Routed):
         fast: decay d of the average that the gate of the slots reads; 0 for the token alone
         slow: decay s of the average that the gate of the siblings reads
         rho: margin ρ by which a sibling must win, in shares of its family
+        budget: loads B per token and layer, at most
         apart: share of training over which siblings grow from one expert to different ones; 0 for different at once
     """
 
     name: ClassVar[str] = "siblings"
     equation: ClassVar[str] = (
         "ℓ_i = a_c(smooth_d h) + b_i(smooth_s h), c = i mod C;  S_t = top-k of R_t, one of each c, who changes if "
-        "q_in > q_out + ρ, q = g within c;  "
+        "q_in > q_out + ρ, q = g within c, at most B times a token;  "
         "W̃ = τ·mean W + (1−τ)·W, τ → 0;  L = L_CE + μ·(L_bal of families + among siblings)"
     )
     acts_on_terms: ClassVar[bool] = True
@@ -47,13 +48,15 @@ class SiblingsVariant(Routed):
     capacity: int = hyper(3, "C")
     fast: float = hyper(0.5, "d")
     slow: float = hyper(0.9, "s")
-    rho: float = hyper(0.05, "ρ")
+    rho: float = hyper(0.02, "ρ")
+    budget: float = hyper(0.1, "B")
     apart: float = hyper(0.5, "apart")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_window("capacity", self.capacity)
         require_weight("rho", self.rho)
+        require_share("budget", self.budget)
         require_share("fast", self.fast, below_one=True)
         require_share("slow", self.slow, below_one=True)
         require_share("apart", self.apart)
@@ -74,7 +77,7 @@ class SiblingsVariant(Routed):
     def choice(self, site: RouterSite) -> "Choice":
         from stickymoe.routing.sequential import Siblings
 
-        return Siblings(self.capacity, self.rho)
+        return Siblings(self.capacity, self.rho, self.budget)
 
     def terms(self) -> tuple[Term, ...]:
         from stickymoe.routing.losses import family_balance_by_layer
