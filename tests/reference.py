@@ -51,6 +51,7 @@ def family_balance_loss(g, S, mask, slots):
     """L_bal of the families i mod C, and the mean over families of L_bal among the members of each."""
     N = len(g[0][0][0])
     slots = min(slots, N)
+    roots = [len(range(slot, N, slots)) ** 0.5 for slot in range(slots)]  # families are used by the root of their size
     real = real_tokens(mask)
     total = 0.0
     for layer in range(len(g)):
@@ -59,7 +60,7 @@ def family_balance_loss(g, S, mask, slots):
             family = list(range(slot, N, slots))
             whole = [sum(g[layer][b][t][e] for e in family) for b, t in real]
             uses = [e for e in used if e in family]
-            between = slots * len(uses) / max(len(used), 1) * sum(whole) / max(len(real), 1)
+            between = sum(roots) / roots[slot] * len(uses) / max(len(used), 1) * sum(whole) / max(len(real), 1)
             among = 0.0
             for e in family:
                 p = sum(g[layer][b][t][e] / w for (b, t), w in zip(real, whole, strict=True)) / max(len(real), 1)

@@ -1,13 +1,11 @@
-"""Experts of a family: one at first, apart at the end."""
+"""Experts of a family: one at first, and what one learns in part all learn."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from stickymoe.models.moe import Experts, tied
+from stickymoe.models.moe import Experts
 from stickymoe.routing.families import Families
 from stickymoe.runs.config import ModelConfig, RunConfig
 from stickymoe.training.build import build_model
@@ -20,67 +18,71 @@ def model_of(**settings):
     return build_model(RunConfig(model=SIZES, variant=variant_class("siblings")(capacity=2, **settings)), 31)
 
 
-def experts(families, *, seed=0, fast=True):
-    made = Experts(5, 4, 6, fast=fast, families=families).double()
-    generator = torch.Generator().manual_seed(seed)
+def tokens_for(seed):
+    return torch.randint(0, 31, (3, 24), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(kin, *, fast=True):
+    """Of a layer of random experts, of which not all are used."""
+    made = Experts(5, 4, 6, fast=fast, families=None if kin is None else Families(2, kin)).double()
+    generator = torch.Generator().manual_seed(0)
     for p in made.parameters():
         p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-    return made
-
-
-def routed(n=7, N=5, k=2, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    h = torch.randn(n, 4, generator=generator, dtype=torch.float64)
-    S = torch.stack([torch.randperm(N, generator=generator)[:k] for _ in range(n)])
-    w = torch.rand(n, k, generator=generator, dtype=torch.float64)
-    return h, S, w
-
-
-@given(apart=st.floats(0.01, 1.0), done=st.floats(0.0, 1.0))
-def test_a_tie_falls_from_one_to_nothing(apart, done):
-    families = Families(2, apart)
-    assert families.tie(0.0) == 1.0
-    assert families.tie(done) == pytest.approx(max(0.0, 1 - done / apart))
-    assert families.tie(max(apart, done)) == 0.0
-    assert Families(2).tie(done) == 0.0
+    h = torch.randn(7, 4, generator=generator, dtype=torch.float64)
+    S = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(7)])
+    w = torch.rand(7, 2, generator=generator, dtype=torch.float64)
+    y = made(h, S, w)
+    y.square().sum().backward()
+    return y, [p.grad for p in made.parameters()]
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
-def test_tied_experts_are_one_and_apart_ones_are_not(fast):
-    made = experts(Families(2, apart=0.5), fast=fast)
-    h, S, w = routed()
-    brother = (S + 2) % 4  # 0 and 2, 1 and 3
-    torch.testing.assert_close(made(h, S % 4, w, done=0.0), made(h, brother, w, done=0.0))
-    assert not torch.allclose(made(h, S % 4, w, done=0.5), made(h, brother, w, done=0.5))
-    torch.testing.assert_close(made(h, S, w, done=0.5), made(h, S, w))
+@pytest.mark.parametrize("kin", [0.25, 1.0])
+def test_a_share_of_each_gradient_goes_to_the_whole_family(kin, fast):
+    plain_y, own = gradients(None)
+    y, mixed = gradients(kin, fast=fast)
+    torch.testing.assert_close(y, plain_y, msg="the experts themselves are as they are")
+    for mine, theirs in zip(mixed, own, strict=True):
+        for family in ([0, 2, 4], [1, 3]):
+            mean = sum(theirs[i] for i in family) / len(family)
+            for i in family:
+                torch.testing.assert_close(mine[i], kin * mean + (1 - kin) * theirs[i])
 
 
-def test_a_tie_mixes_weights_and_shares_their_gradient():
-    stack = torch.tensor([[1.0], [10.0], [3.0], [20.0], [5.0]], dtype=torch.float64, requires_grad=True)
-    half = tied(stack, 2, 0.5)
-    torch.testing.assert_close(half.flatten(), torch.tensor([2.0, 12.5, 3.0, 17.5, 4.0], dtype=torch.float64))
-    (gradient,) = torch.autograd.grad(half[0].sum(), stack)
-    torch.testing.assert_close(gradient.flatten(), torch.tensor([4.0, 0.0, 1.0, 0.0, 1.0], dtype=torch.float64) / 6)
+def test_strangers_have_their_gradients_to_themselves():
+    (_, alone), (_, strangers) = gradients(None), gradients(0.0)
+    assert all(torch.equal(a, b) for a, b in zip(alone, strangers, strict=True))
 
 
-def test_members_begin_with_the_same_weights_where_they_begin_as_one():
-    for block in model_of(apart=0.5).blocks:
+def test_kin_begin_as_one_and_strangers_do_not():
+    for block in model_of(kin=0.5).blocks:
         for p in block.ffn.experts.parameters():
             assert torch.equal(p[0], p[2])
             assert torch.equal(p[0], p[4])
             assert torch.equal(p[1], p[3])
         assert not torch.equal(block.ffn.experts.up[0], block.ffn.experts.up[1])
-    up = model_of(apart=0.0).blocks[0].ffn.experts.up
+    up = model_of(kin=0.0).blocks[0].ffn.experts.up
     assert not torch.equal(up[0], up[2])
 
 
-def test_a_model_whose_families_are_one_is_a_smaller_mixture():
-    """Tied experts and gates that know no sibling from another: the routing of two experts, smoothed."""
-    model = model_of(apart=1.0, fast=0.3)
+def test_siblings_of_full_kin_stay_one_and_others_grow_apart():
+    for kin in (1.0, 0.5):
+        model = model_of(kin=kin)
+        optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            model(tokens_for(step), tokens_for(step + 1)).loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+        up = model.blocks[0].ffn.experts.up
+        assert torch.allclose(up[0], up[2], atol=1e-7) == (kin == 1.0)
+
+
+def test_a_model_whose_siblings_are_one_is_a_smaller_mixture():
+    """Experts of a family that are the same, and gates that know no sibling from another: two experts, smoothed."""
+    model = model_of(kin=1.0, fast=0.3)
     for block in model.blocks:
         torch.nn.init.zeros_(block.ffn.router.filter.gate.weight)
-    tokens = torch.randint(0, 31, (3, 24), generator=torch.Generator().manual_seed(0))
-    whole = model(tokens, done=0.0)
+    whole = model(tokens_for(0))
     assert (whole.trace.S < 2).all(), "equal siblings never change places"
     smooth = variant_class("smooth")(decay=0.3)
     small = build_model(RunConfig(model=replace(SIZES, n_experts=2), variant=smooth), 31)
@@ -91,4 +93,4 @@ def test_a_model_whose_families_are_one_is_a_smaller_mixture():
         if name.endswith("router.gate.weight"):
             weights[name] = torch.stack([p[0::2].mean(0), p[1::2].mean(0)])
     small.load_state_dict(weights)
-    torch.testing.assert_close(small(tokens).logits, whole.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(small(tokens_for(0)).logits, whole.logits, rtol=1e-4, atol=1e-5)

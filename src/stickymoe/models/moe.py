@@ -32,30 +32,38 @@ class Experts(nn.Module):
         self.fast = fast
         self.families = families
 
-    def forward(
-        self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"], done: float = 1.0
-    ) -> Float[Tensor, "n d"]:
-        """eq:moe_output, on the fast path or the plain one; both give the same. `done`: the share of training over."""
+    def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
+        """eq:moe_output, on the fast path or the plain one; both give the same."""
         weights: list[Tensor] = [self.up, self.up_bias, self.down, self.down_bias]
-        if self.families is not None and (tie := self.families.tie(done)) > 0:
-            weights = [tied(p, self.families.slots, tie) for p in weights]
+        if self.families is not None and self.families.kin:
+            weights = [_SharedGradient.apply(p, self.families) for p in weights]  # type: ignore[no-untyped-call]
         return sorted_experts(h, S, w, *weights) if self.fast else plain_experts(h, S, w, *weights)
 
     @torch.no_grad()
     def join_families(self) -> None:
-        """Give the members of each family the weights of its first, if they are to begin as one."""
-        if self.families is None or not self.families.apart:
-            return
-        for p in self.parameters():
-            p.copy_(p[torch.arange(len(p), device=p.device) % self.families.slots])
+        """Give the members of each family the weights of its first, if they are kin."""
+        if self.families is not None and self.families.kin:
+            for p in self.parameters():
+                p.copy_(p[torch.arange(len(p), device=p.device) % self.families.slots])
 
 
-def tied(stack: Float[Tensor, N * shape], slots: int, tie: float) -> Float[Tensor, N * shape]:
-    """Each expert's weights mixed with the mean of its family: the more, the more of a gradient goes to all of it."""
-    family = torch.arange(len(stack), device=stack.device) % slots
-    same = (family[:, None] == family).to(stack.dtype)
-    mix = tie * same / same.sum(1, keepdim=True) + (1 - tie) * torch.eye(len(stack)).to(stack)
-    return (mix @ stack.flatten(1)).view_as(stack)
+class _SharedGradient(torch.autograd.Function):
+    """The stack as it is; of its gradient a share goes to all members of a family alike, as their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: Tensor, families: Families) -> Tensor:
+        ctx.families = families
+        return stack.view_as(stack)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        slots, kin = ctx.families.slots, ctx.families.kin
+        out = torch.empty_like(grad)
+        for slot in range(min(slots, len(grad))):
+            family = grad[slot::slots]
+            torch.lerp(family, family.mean(0, keepdim=True), kin, out=out[slot::slots])
+        return out, None
 
 
 def plain_experts(
@@ -179,7 +187,7 @@ class MoE(nn.Module):
 
     def forward(self, x: RouterInput, state: State | None) -> tuple[Float[Tensor, "B T d"], Routing]:
         routing = self.router(x, state)
-        y = self.experts(x.h.flatten(0, 1), routing.S.flatten(0, 1), routing.w.flatten(0, 1), x.done)
+        y = self.experts(x.h.flatten(0, 1), routing.S.flatten(0, 1), routing.w.flatten(0, 1))
         return y.view_as(x.h), routing
 
 

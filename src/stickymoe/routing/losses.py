@@ -55,7 +55,8 @@ def family_balance_by_layer(
 ) -> Float[Tensor, " L"]:
     """L_bal of the families i mod C, and the mean over families of L_bal among the members of each.
 
-    Families are to be used alike, whatever their size, and so are the members of a family: 2 when all are even.
+    The members of a family are to be used alike, and families by the root of their size: between an even use of slots
+    and one of experts. 2 when all is so.
     """
     f = expert_load(trace) if load is None else load
     N = trace.g.shape[-1]
@@ -71,7 +72,7 @@ def family_balance_by_layer(
     f_whole = f @ within
     p = real_mean(trace.g / whole[..., family].clamp(min=_SMALL))  # of a member among its family
     f_within = f / f_whole[:, family].clamp(min=_SMALL)
-    between = slots * (f_whole * real_mean(whole)).sum(-1)
+    between = (f_whole * real_mean(whole) / sizes.sqrt()).sum(-1) * sizes.sqrt().sum()
     return between + (f_within * p * sizes[family]).sum(-1) / slots
 
 

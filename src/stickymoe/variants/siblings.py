@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class SiblingsVariant(Routed):
     """Expert i lives in slot i mod C, where it takes turns with its siblings; a token chooses among the C in place.
 
-    Siblings are one expert at first and grow apart, so that what all must know is learned from all tokens.
+    Siblings begin as one expert, and much of what one learns all do: what they share is learned from all tokens.
 
     Args:
         mu: weight μ of the load-balancing loss, of families and among the siblings of each
@@ -34,14 +34,14 @@ class SiblingsVariant(Routed):
         slow: decay s of the average that the gate of the siblings reads
         rho: margin ρ by which a sibling must win, in shares of its family
         budget: loads B per token and layer, at most
-        apart: share of training over which siblings grow from one expert to different ones; 0 for different at once
+        kin: share of a sibling's gradient that goes to all of its family alike; 0 for strangers
     """
 
     name: ClassVar[str] = "siblings"
     equation: ClassVar[str] = (
         "ℓ_i = a_c(smooth_d h) + b_i(smooth_s h), c = i mod C;  S_t = top-k of R_t, one of each c, who changes if "
         "q_in > q_out + ρ, q = g within c, at most B times a token;  "
-        "W̃ = τ·mean W + (1−τ)·W, τ → 0;  L = L_CE + μ·(L_bal of families + among siblings)"
+        "∇W → κ·mean of the family's + (1−κ)·own;  L = L_CE + μ·(L_bal of families + among siblings)"
     )
     acts_on_terms: ClassVar[bool] = True
 
@@ -50,7 +50,7 @@ class SiblingsVariant(Routed):
     slow: float = hyper(0.9, "s")
     rho: float = hyper(0.02, "ρ")
     budget: float = hyper(0.1, "B")
-    apart: float = hyper(0.5, "apart")
+    kin: float = hyper(0.8, "κ")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +59,7 @@ class SiblingsVariant(Routed):
         require_share("budget", self.budget)
         require_share("fast", self.fast, below_one=True)
         require_share("slow", self.slow, below_one=True)
-        require_share("apart", self.apart)
+        require_share("kin", self.kin)
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
         super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
@@ -67,7 +67,7 @@ class SiblingsVariant(Routed):
 
     @property
     def families(self) -> Families:
-        return Families(self.capacity, self.apart)
+        return Families(self.capacity, self.kin)
 
     def filter(self, site: RouterSite) -> "Filter":
         from stickymoe.routing.sequential import SiblingGates
