@@ -49,7 +49,7 @@ def page(collection: Collection, drawn: Path) -> str:
         "## Against the targets\n",
         _targets(whole, sixteen),
         "## What each idea taught\n",
-        _lessons(whole),
+        _lessons((whole, 3), (sixteen, 4)),
         "## Or simply fewer experts?\n",
         _fits(whole, find(steps=1000, experts=3, corpus="wikitext-2"), 3) + _fits(sixteen, whole, 4),
         "## Is every row of the paper beaten?\n",
@@ -168,6 +168,13 @@ LESSONS = (
         "Paying for expected misses by gradient makes routing stick hard, and at this weight costs more than the "
         "mixture is worth.",
     ),
+    (
+        ("siblings",),
+        "Experts take turns in a slot: one gate chooses slots token by token, a slower one who is in them, within a "
+        "budget of loads. Roles stay apart, since a slot keeps its role whoever is in it. What it takes is kinship: "
+        "siblings that learn alone learn the same things several times over, each from a part of the text; where most "
+        "of every gradient goes to the whole family, nothing is lost against a mixture of as many experts as slots.",
+    ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
     (("two_speed", "residency+two_speed"), "A second gate reads the slow average beside the token."),
     (("hysteresis", "hysteresis+smooth"), "A bonus for the experts of the previous token."),
@@ -194,13 +201,18 @@ def _recommended(group: Group | None) -> str:
     )
 
 
-def _lessons(group: Group | None) -> str:
-    found = frontier.points(group) if group is not None else []
+def _lessons(*groups: tuple[Group | None, int]) -> str:
+    """What each idea taught, with its rows in every group at that group's cache."""
+    found = [(frontier.points(group), group.config.model.n_experts, C) for group, C in groups if group is not None]
     lines = []
     for names, words in LESSONS:
-        rows = [p for p in found if p.row.variant.name in names and CACHES[-1] in p.fewer]
-        if rows:
-            lines.append(f"- {words} {'; '.join(_told(p, CACHES[-1]) for p in rows)}; misses at C={CACHES[-1]}.")
+        told = [
+            f"N={N}, C={C}: {'; '.join(_told(p, C) for p in rows)}."
+            for points, N, C in found
+            if (rows := [p for p in points if p.row.variant.name in names and C in p.fewer])
+        ]
+        if told:
+            lines.append(f"- {words} {' '.join(told)}")
     return "\n".join(lines) + "\n" if lines else NOT_RUN
 
 

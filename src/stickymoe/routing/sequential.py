@@ -44,19 +44,16 @@ class Smooth(nn.Module):
         decay: Tensor | float = self.decay
         if self.decay_bias is not None:
             decay = (self.decay_bias.to(logits.dtype) + math.log(self.decay / (1 - self.decay))).sigmoid()
-        values, before = as_numpy(logits), remembered(state, self.name, logits)
-        scan = (
-            values,
-            as_numpy(x.position),
-            before,
-            decay.item() if isinstance(decay, Tensor) else decay,
-            np.empty_like(values),
-        )
+        values = as_numpy(logits)
+        before = as_numpy(state[self.name]) if self.name in state else np.zeros_like(values[:, 0])
+        out = np.empty_like(values)
+        scan = (values, as_numpy(x.position), before, decay.item() if isinstance(decay, Tensor) else decay, out)
         kernels.average(*scan)
-        smooth = as_tensor(scan[-1], logits)
+        smooth = as_tensor(out, logits)
+        last = smooth[:, -1]
         if torch.is_grad_enabled():
             smooth = _Average.apply(logits, decay, smooth, scan)  # type: ignore[no-untyped-call]
-        return smooth, {self.name: as_tensor(scan[-1][:, -1].copy(), logits)}
+        return smooth, {self.name: last}
 
 
 class TwoSpeed(nn.Module):
