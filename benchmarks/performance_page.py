@@ -14,10 +14,11 @@ DOCS = HERE.parent / "docs"
 
 
 def main() -> None:
-    record, replay, report = (
-        json.loads((HERE / f"{name}.json").read_text()) for name in ("train_throughput", "replay", "report_page")
+    record, replay, report, routers = (
+        json.loads((HERE / f"{name}.json").read_text())
+        for name in ("train_throughput", "replay", "report_page", "routers")
     )
-    text = page(record) + replay_section(replay) + report_section(report)
+    text = page(record) + replay_section(replay) + report_section(report) + routers_section(routers)
     (DOCS / "performance.md").write_text(text, encoding="utf-8")
     (DOCS / "growth.svg").write_text(plot(record["growth"]), encoding="utf-8")
 
@@ -135,6 +136,34 @@ def report_section(record: dict[str, Any]) -> str:
 `stickymoe report` over {record["runs"]} runs took {record["seconds"]:.1f} s (target 20) and made a page of
 {record["page_bytes"] / 1e6:.2f} MB (target 5), by `python benchmarks/report_page.py`.
 """
+
+
+def routers_section(record: dict[str, Any]) -> str:
+    """What each variant adds to a training step and to a decoded token, with 4 and with 16 experts."""
+    races = record["routers"]
+    kinds = {"training": 0.03, "decoding": 0.01}
+    columns = [(race, kind) for kind in kinds for race in races]
+    rows = []
+    for variant in races[0]["training"]["added"]:
+        if variant != "vanilla":
+            added = [race[kind]["added"][variant]["added"] for race, kind in columns]
+            rows.append([f"`{variant}`", *(f"{share:+.2%}" for share in added)])
+    over = {
+        kind: sum(any(race[kind]["added"][row[0].strip("`")]["added"] > most for race in races) for row in rows)
+        for kind, most in kinds.items()
+    }
+    token = races[0]["decoding"]["timings"]["decode"]["median_s"] / races[0]["tokens"]
+    headings = ["variant", *(f"{kind}, N={race['experts']}" for race, kind in columns)]
+    return f"""
+## What a router adds
+
+Its own forward + backward, loss terms included, less vanilla's, over the vanilla training step (target 3 %), and its
+own forward over a decoded token (target 1 %), by `python benchmarks/routers.py` with one thread on
+{record["environment"]["processor"]}. Of {len(rows)} variants {over["training"]} are over the target in training and
+{over["decoding"]} in decoding. A token of this small model is decoded in {token * 1e3:.1f} ms, of which 1 % is a few
+calls into torch for each layer; with larger models the share falls.
+
+{table(headings, rows)}"""
 
 
 def rival_race(record: dict[str, Any], vocab: int) -> dict[str, Any]:

@@ -4,7 +4,8 @@
     python benchmarks/routers.py --only smooth,residency --rounds 3      a quick look without a record
 
 A variant's own work is all layers' routers and its loss terms on hidden states that are there already: 16×256 tokens
-with gradient in training, one token after a prefix of 128 in decoding. What it adds is its own work less vanilla's.
+with gradient in training, one token after a prefix of 128 in decoding. Where experts are kin, sharing their gradients
+is part of it. What it adds is its own work less vanilla's.
 """
 
 from __future__ import annotations
@@ -105,13 +106,16 @@ def own_training(a: argparse.Namespace, variant: str) -> Work:
     import torch
 
     from stickymoe.models.gpt import _stack
+    from stickymoe.models.moe import _SharedGradient
     from stickymoe.routing.losses import LossContext
 
     routers, x = _routers(a, variant), _inputs(B, T)
     x.h.requires_grad_()
     x.attended.requires_grad_()
     mask = torch.ones(B, T, dtype=torch.bool)
-    terms = config_of(a, variant).variant.phases()[-1].terms
+    config = config_of(a, variant)
+    terms = config.variant.phases()[-1].terms
+    stacks = _stacks(config)
 
     def work() -> None:
         routed = [router(x) for router in routers]
@@ -120,8 +124,22 @@ def own_training(a: argparse.Namespace, variant: str) -> Work:
         for term in terms:
             loss = loss + term.weighed(term.fn(trace, LossContext()))
         torch.autograd.backward(loss)
+        for stack, gradient in stacks:
+            torch.autograd.backward(_SharedGradient.apply(stack, config.variant.families), gradient)
+            stack.grad = None
 
     return work
+
+
+def _stacks(config: Any) -> list[tuple[Any, Any]]:
+    """The experts' weights whose gradients are shared, and such gradients; none where no experts are kin."""
+    import torch
+
+    c = config.model
+    if config.variant.families is None:
+        return []
+    sizes = [(c.n_experts, c.d_ff, c.d_model), (c.n_experts, c.d_model, c.d_ff)] * c.n_layers
+    return [(torch.zeros(size, requires_grad=True), torch.ones(size)) for size in sizes]
 
 
 def own_decoding(a: argparse.Namespace, variant: str) -> Work:
@@ -166,7 +184,7 @@ def added(timings: list[Timing], whole: str, kind: str) -> dict[str, dict[str, f
 
 
 def measure(a: argparse.Namespace, variants: list[str]) -> dict[str, Any]:
-    result: dict[str, Any] = {"experts": a.experts, "threads": a.threads, "batch": [B, T]}
+    result: dict[str, Any] = {"experts": a.experts, "threads": a.threads, "batch": [B, T], "tokens": TOKENS_AT_ONCE}
     for kind, whole, title in (("training", "step", "training"), ("decoding", "decode", "decoding")):
         names = [whole, *(f"{kind} {variant}" for variant in variants)]
         timings = race(HERE, names, threads=a.threads, rounds=a.rounds, arguments=("--experts", str(a.experts)))
