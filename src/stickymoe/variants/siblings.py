@@ -49,8 +49,8 @@ class SiblingsVariant(Routed):
     fast: float = hyper(0.5, "d")
     slow: float = hyper(0.9, "s")
     rho: float = hyper(0.02, "ρ")
-    budget: float = hyper(0.1, "B")
-    kin: float = hyper(0.8, "κ")
+    budget: float = hyper(0.03, "B")
+    kin: float = hyper(0.9, "κ")
 
     def __post_init__(self) -> None:
         super().__post_init__()
