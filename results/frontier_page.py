@@ -192,12 +192,13 @@ def _recommended(group: Group | None) -> str:
     change = point.row.change(group.baseline)
     assert change is not None
     fewer = " and ".join(f"{point.fewer[C].mean:.2f} × fewer misses with {C} slots a layer" for C in CACHES)
-    buys = "buys" if change.mean < 0 else "costs"
+    where = "below" if change.mean < 0 else "above"
     return (
-        f"`stickymoe train --recommended` trains `{point.row.label}`. It {buys} {abs(change.mean):.1f} % of vanilla's "
-        f"perplexity and has {fewer} ({'one seed' if change.n == 1 else f'{change.n} seeds'}). It adds no weights, and "
-        "one number per expert, layer and sequence to what decoding remembers. Where a device holds a fixed few "
-        "experts a layer, also train a mixture of just so many: see below.\n"
+        f"`stickymoe train --recommended` trains `{point.row.label}`. Its perplexity is {abs(change.mean):.1f} % "
+        f"{where} vanilla's, with {fewer} ({'one seed' if change.n == 1 else f'{change.n} seeds'}). It adds "
+        "a second gate to each layer; decoding remembers an average for each slot and expert, and who is in place. Set "
+        "`--variant.capacity` to the slots of your device and `--variant.budget` to the loads that a token may cost. "
+        "Where nothing may be loaded at all, train a mixture of as many experts as there are slots: see below.\n"
     )
 
 

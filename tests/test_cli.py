@@ -121,9 +121,9 @@ def printed_config(capsys: pytest.CaptureFixture[str], *args: str | Path) -> dic
 
 class TestRecommended:
     def test_is_a_variant_with_its_settings_and_flags_over_them(self, capsys: pytest.CaptureFixture[str]) -> None:
-        config = printed_config(capsys, "--recommended", "--preset", "cpu-16", "--variant.decay", "0.7")
-        assert config["variant"] == {**printed_config(capsys, "--recommended")["variant"], "decay": 0.7}
-        assert config["variant"].items() >= {**RECOMMENDED, "decay": 0.7}.items()
+        config = printed_config(capsys, "--recommended", "--preset", "cpu-16", "--variant.budget", "0.5")
+        assert config["variant"] == {**printed_config(capsys, "--recommended")["variant"], "budget": 0.5}
+        assert config["variant"].items() >= {**RECOMMENDED, "budget": 0.5}.items()
         assert config["model"]["n_experts"] == 16
 
     def test_leaves_no_doubt_which_variant_is_meant(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
