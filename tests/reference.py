@@ -322,7 +322,7 @@ def residency(logits, k, capacity, margin, average, doc=None, pinned=0):
     return S, residents
 
 
-def siblings(logits, k, slots, margin, budget=1.0, doc=None):
+def siblings(logits, k, slots, margin, rest=1, doc=None):
     """`(S, R)` of one sequence: chosen and resident experts of every token, one resident of each family i mod C."""
     N = len(logits[0])
     families = [range(slot, N, slots) for slot in range(min(slots, N))]
@@ -332,10 +332,9 @@ def siblings(logits, k, slots, margin, budget=1.0, doc=None):
         share = [g[e] / sum(g[f] for f in range(e % slots, N, slots)) for e in range(N)]
         if start:
             R = {min(family, key=lambda e: (-share[e], e)) for family in families}
-            credit = 1.0
+            loaded = t - rest + 1  # the next token may load
         else:
             R = set(residents[-1])
-            credit = min(credit + budget, 1.0)
             changes = []
             for family in families:
                 (here,) = R & set(family)
@@ -344,10 +343,10 @@ def siblings(logits, k, slots, margin, budget=1.0, doc=None):
                     best = min(others, key=lambda e: (-share[e], e))
                     changes.append((share[best] - share[here], here, best))
             wins = [change for change in changes if change[0] > margin]
-            if wins and credit >= 1:
+            if wins and t - loaded >= rest:
                 _, here, best = min(wins, key=lambda change: (-change[0], change[1] % slots))
                 R = R - {here} | {best}
-                credit -= 1
+                loaded = t
         residents.append(R)
         S.append(by_weight(logits[t], R)[:k])
     return S, residents

@@ -7,6 +7,7 @@ import torch
 
 from stickymoe.models.moe import Experts
 from stickymoe.routing.families import Families
+from stickymoe.routing.losses import LossContext, family_balance_by_layer
 from stickymoe.runs.config import ModelConfig, RunConfig
 from stickymoe.training.build import build_model
 from stickymoe.variants import variant_class
@@ -49,11 +50,6 @@ def test_a_share_of_each_gradient_goes_to_the_whole_family(kin, fast):
                 torch.testing.assert_close(mine[i], kin * mean + (1 - kin) * theirs[i])
 
 
-def test_strangers_have_their_gradients_to_themselves():
-    (_, alone), (_, strangers) = gradients(None), gradients(0.0)
-    assert all(torch.equal(a, b) for a, b in zip(alone, strangers, strict=True))
-
-
 def test_kin_begin_as_one_and_strangers_do_not():
     for block in model_of(kin=0.5).blocks:
         for p in block.ffn.experts.parameters():
@@ -74,7 +70,16 @@ def test_siblings_of_full_kin_stay_one_and_others_grow_apart():
             optimiser.step()
             optimiser.zero_grad()
         up = model.blocks[0].ffn.experts.up
-        assert torch.allclose(up[0], up[2], atol=1e-7) == (kin == 1.0)
+        assert torch.equal(up[0], up[2]) == (kin == 1.0)
+
+
+def test_siblings_keep_their_families_and_balance_in_company():
+    variant = variant_class("siblings+soft")(capacity=2)
+    assert variant.families == Families(2, variant.kin)
+    trace = model_of()(tokens_for(0)).trace
+    values = {term.symbol: term.fn(trace, LossContext()) for term in variant.terms()}
+    assert values.keys() == {"bal", "cons"}
+    torch.testing.assert_close(values["bal"], family_balance_by_layer(trace, capacity=2))
 
 
 def test_a_model_whose_siblings_are_one_is_a_smaller_mixture():

@@ -71,7 +71,7 @@ def test_a_universal_pool_is_routed_over_by_every_layer():
 
 
 @every_pool
-@pytest.mark.parametrize("variant", ["vanilla", "residency+smooth"])
+@pytest.mark.parametrize("variant", ["vanilla", "residency+smooth", "siblings"])
 @settings(deadline=None, max_examples=5)
 @given(seed=st.integers(0, 99), data=st.data())
 def test_pieces_are_the_full_pass(pool, variant, seed, data):

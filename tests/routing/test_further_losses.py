@@ -33,7 +33,7 @@ LOSSES = {
         lambda trace, n: reference.grouped_loss(trace.g, trace.mask, trace.doc, groups(trace, n), 0.25),
     ),
     "balance of families": (
-        lambda trace, n: losses.family_balance_by_layer(trace, slots=n).mean(),
+        lambda trace, n: losses.family_balance_by_layer(trace, capacity=n).mean(),
         lambda trace, n: reference.family_balance_loss(trace.g, trace.S.tolist(), trace.mask, n),
     ),
     "dot": (

@@ -24,7 +24,7 @@ CHOICES = {
     "residency by logit": Residency(capacity=3, margin=0.5, average=0.0),
     "residency by average": Residency(capacity=2, margin=0.02, average=0.75),
     "rent": Rent(capacity=3, price=0.2),
-    "siblings": Siblings(slots=3, margin=0.02, budget=0.4),
+    "siblings": Siblings(capacity=3, margin=0.02, budget=0.4),
     "segment": Segment(window=3),
     "hash": Hashed(layer=1),
     "trajectory": Trajectory(window=3, sentence=False),
@@ -87,16 +87,29 @@ def test_residency_is_that_of_the_reference(case, room, margin, average, pinned)
     case=windowed_logits(),
     room=st.integers(0, 4),
     margin=st.sampled_from([0.03125, 0.25, 1.0]),
-    budget=st.sampled_from([0.0, 0.25, 0.4, 1.0]),
+    budget=st.sampled_from([0.1, 0.25, 0.4, 1.0]),
 )
 def test_siblings_take_turns_as_in_the_reference(case, room, margin, budget):
     logits, k, x = case
-    g, S, state = Siblings(slots=k + room, margin=margin, budget=budget)(logits, k, x, {})
+    logits = logits + 0.01 * torch.arange(2, 2 + logits.shape[-1]).sqrt()  # no two wins are equal on paper
+    g, S, state = Siblings(capacity=k + room, margin=margin, budget=budget)(logits, k, x, {})
     assert torch.equal(g, logits.softmax(-1))
+    rest = {0.1: 10, 0.25: 4, 0.4: 3, 1.0: 1}[budget]
     for b in range(len(logits)):
-        expected, residents = reference.siblings(logits[b].tolist(), k, k + room, margin, budget, doc_of(x, b))
+        expected, residents = reference.siblings(logits[b].tolist(), k, k + room, margin, rest, doc_of(x, b))
         assert S[b].tolist() == expected
         assert {int(e) for e in state["resident"][b].nonzero()} == residents[-1]
+
+
+def test_of_equal_wins_the_first_slot_changes_and_the_next_after_its_rest():
+    logits = torch.zeros(1, 13, 4)
+    logits[:, 0, :2] = 1.0  # 0 and 1 begin, then 2 and 3 win alike
+    logits[:, 1:, 2:] = 1.0
+    x = router_input(np.random.default_rng(0), 1, 13)
+    _, S, _ = Siblings(capacity=2, margin=0.0, budget=0.1)(logits, 2, x, {})
+    assert S[0].tolist() == [[0, 1], *[[2, 1]] * 10, *[[2, 3]] * 2], "0.1 is a load every 10 tokens"
+    _, S, _ = Siblings(capacity=2, margin=0.0, budget=0.0)(logits, 2, x, {})
+    assert S[0].tolist() == [[0, 1]] * 13
 
 
 @thorough
@@ -144,7 +157,7 @@ def test_an_lru_cache_loads_no_more_than_what_moves_in_for_rent(case, room, pric
 def test_at_most_one_expert_moves_in_per_token(case, room, average, families):
     logits, k, x = case
     owned = Residency(capacity=k + room, margin=0.0, average=average)
-    choice = Siblings(slots=k + room, margin=0.0) if families else owned
+    choice = Siblings(capacity=k + room, margin=0.0) if families else owned
     T, state, residents = logits.shape[1], {}, []
     for t in range(T):
         _, S, state = choice(logits[:, t : t + 1], k, steps(x, t, t + 1), state)
@@ -160,7 +173,7 @@ def test_at_most_one_expert_moves_in_per_token(case, room, average, families):
 def test_siblings_keep_to_their_budget(case, budget):
     logits, k, x = case
     x = replace(x, doc=None, position=torch.arange(logits.shape[1]).expand(logits.shape[:2]))
-    choice, state, loads = Siblings(slots=k, margin=0.0, budget=budget), {}, 0
+    choice, state, loads = Siblings(capacity=k, margin=0.0, budget=budget), {}, 0
     for t in range(logits.shape[1]):
         before = state.get("resident")
         _, _, state = choice(logits[:, t : t + 1], k, steps(x, t, t + 1), state)
@@ -366,10 +379,13 @@ def test_gates_are_fp32_under_bf16(choice):
     routing.w.sum().backward()
 
 
-def test_too_few_residents_are_refused():
+@pytest.mark.parametrize(
+    "choice", [Residency(capacity=1, margin=0.0, average=0.0), Siblings(capacity=1, margin=0.0)], ids=lambda c: type(c)
+)
+def test_too_few_residents_are_refused(choice):
     x = router_input(np.random.default_rng(8), 1, 3)
     with pytest.raises(ConfigError, match=r"^variant.capacity: got 1, expected at least the 2 experts of a token\.$"):
-        Residency(capacity=1, margin=0.0, average=0.0)(torch.zeros(1, 3, 4), 2, x, {})
+        choice(torch.zeros(1, 3, 4), 2, x, {})
 
 
 def test_a_bonus_holds_the_first_choice_and_none_is_top_k():

@@ -70,7 +70,7 @@ FRONTIER_ROWS: list[Settings] = [
     *_each("residency", "rho", 0.0, 0.02, 0.05),
     *_each("residency", "average", 0.8, 0.9, 0.95, rho=0.05, rise=0.7),
     *_each("rent", "price", 0.3, 1.0, 3.0, rise=0.7),
-    *_each("siblings", "rho", 0.02, 0.05, 0.1),
+    *_each("siblings", "budget", 0.1, 0.03, 0.01),
     *_each("two_speed", "slow", 0.8, 0.9, 0.95),
     *_each("segment", "span", 4, 8, 16),
     *_each("cache_loss", "eta", 0.05, 0.2, 0.8),

@@ -35,16 +35,16 @@ class Experts(nn.Module):
     def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
         """eq:moe_output, on the fast path or the plain one; both give the same."""
         weights: list[Tensor] = [self.up, self.up_bias, self.down, self.down_bias]
-        if self.families is not None and self.families.kin:
+        if self.families is not None:
             weights = [_SharedGradient.apply(p, self.families) for p in weights]  # type: ignore[no-untyped-call]
         return sorted_experts(h, S, w, *weights) if self.fast else plain_experts(h, S, w, *weights)
 
     @torch.no_grad()
     def join_families(self) -> None:
-        """Give the members of each family the weights of its first, if they are kin."""
-        if self.families is not None and self.families.kin:
+        """Give the members of each family the weights of its first."""
+        if self.families is not None:
             for p in self.parameters():
-                p.copy_(p[torch.arange(len(p), device=p.device) % self.families.slots])
+                p.copy_(p[torch.arange(len(p), device=p.device) % self.families.capacity])
 
 
 class _SharedGradient(torch.autograd.Function):
@@ -58,11 +58,11 @@ class _SharedGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        slots, kin = ctx.families.slots, ctx.families.kin
+        C, kin = ctx.families.capacity, ctx.families.kin
         out = torch.empty_like(grad)
-        for slot in range(min(slots, len(grad))):
-            family = grad[slot::slots]
-            torch.lerp(family, family.mean(0, keepdim=True), kin, out=out[slot::slots])
+        for slot in range(min(C, len(grad))):
+            family = grad[slot::C]
+            torch.lerp(family, family.mean(0, keepdim=True), kin, out=out[slot::C])
         return out, None
 
 

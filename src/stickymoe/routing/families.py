@@ -10,8 +10,8 @@ class Families:
     """Expert i is of the family i mod C, one family to a slot.
 
     Members begin as one expert, and of every gradient the share `kin` goes to all of the family alike: with 1 they stay
-    one, with 0 they are strangers from the start.
+    one, with less they grow apart.
     """
 
-    slots: int
+    capacity: int
     kin: float

@@ -128,36 +128,34 @@ def residency(
 
 
 @njit(cache=True)
-def siblings(
-    g: Any, position: Any, resident: Any, credit: Any, slots: int, margin: float, budget: float, S: Any
-) -> None:
-    """S = the k heaviest residents, one of each family i mod C; `resident` [B, N] and `credit` [B, 1] are updated.
+def siblings(g: Any, position: Any, resident: Any, since: Any, capacity: int, margin: float, rest: int, S: Any) -> None:
+    """S = the k heaviest residents, one of each family i mod C; who is resident [B, N] is brought up to date.
 
-    An expert's share is what it has of the gate weight of its family. A load costs a credit of 1, and each token
-    brings `budget` of it, up to 1.
+    An expert's share is what it has of the gate weight of its family. `rest` tokens are from one load to the next, and
+    `since` [B, 1] counts them.
     """
     B, T, N = g.shape
-    left, whole, share = np.empty(N, np.bool_), np.empty(slots, g.dtype), np.empty(N, g.dtype)
+    left, whole, share = np.empty(N, np.bool_), np.empty(capacity, g.dtype), np.empty(N, g.dtype)
     for b in range(B):
         here = resident[b]
         for t in range(T):
             start = position[b, t] == 0
+            since[b, 0] = rest - 1 if start else min(since[b, 0] + 1, rest)
             whole[:] = 0.0
             for i in range(N):
-                whole[i % slots] += g[b, t, i]
+                whole[i % capacity] += g[b, t, i]
             for i in range(N):
-                share[i] = g[b, t, i] / whole[i % slots] if whole[i % slots] > 0.0 else 0.0
-            credit[b, 0] = 1.0 if start else min(credit[b, 0] + budget, 1.0)
+                share[i] = g[b, t, i] / whole[i % capacity] if whole[i % capacity] > 0.0 else 0.0
             entering, leaving = -1, -1
-            for slot in range(min(slots, N)):
+            for slot in range(min(capacity, N)):
                 holder, best = -1, -1
-                for i in range(slot, N, slots):
+                for i in range(slot, N, capacity):
                     if here[i] and not start:
                         holder = i
                     elif best < 0 or share[i] > share[best]:
                         best = i
                 if start:
-                    for i in range(slot, N, slots):
+                    for i in range(slot, N, capacity):
                         here[i] = i == best
                 elif (
                     best >= 0
@@ -165,9 +163,9 @@ def siblings(
                     and (entering < 0 or share[best] - share[holder] > share[entering] - share[leaving])
                 ):
                     entering, leaving = best, holder
-            if entering >= 0 and credit[b, 0] >= 1.0:
+            if entering >= 0 and since[b, 0] >= rest:
                 here[entering], here[leaving] = True, False
-                credit[b, 0] -= 1.0
+                since[b, 0] = 0
             _heaviest(g[b, t], here, left, S[b, t])
 
 

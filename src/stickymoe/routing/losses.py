@@ -14,11 +14,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from stickymoe.errors import require
 from stickymoe.routing import kernels
-from stickymoe.routing.trace import RoutingTrace, document_positions
+from stickymoe.routing.trace import RoutingTrace, document_positions, family_sums
 
 _SMALL = 1e-6  # keeps logarithms finite where a gate is 0 or 1
 
@@ -46,34 +45,33 @@ def expert_load(trace: RoutingTrace) -> Float[Tensor, "L N"]:
 def balance_by_layer(trace: RoutingTrace, *, load: Float[Tensor, "L N"] | None = None) -> Float[Tensor, " L"]:
     """eq:bal_loss. N · Σ_i f_i · p_i, over real tokens."""
     f = expert_load(trace) if load is None else load
-    p = torch.where(trace.mask[..., None], trace.g, 0.0).sum((1, 2)) / trace.mask.sum().clamp(min=1)
-    return trace.g.shape[-1] * (f * p).sum(-1)
+    return trace.g.shape[-1] * (f * _real_mean(trace, trace.g)).sum(-1)
+
+
+def _real_mean(trace: RoutingTrace, x: Float[Tensor, "L B T n"]) -> Float[Tensor, "L n"]:
+    return torch.where(trace.mask[..., None], x, 0.0).sum((1, 2)) / trace.mask.sum().clamp(min=1)
 
 
 def family_balance_by_layer(
-    trace: RoutingTrace, *, slots: int, load: Float[Tensor, "L N"] | None = None
+    trace: RoutingTrace, *, capacity: int, load: Float[Tensor, "L N"] | None = None
 ) -> Float[Tensor, " L"]:
-    """L_bal of the families i mod C, and the mean over families of L_bal among the members of each.
+    """Σ_c F_c·P_c / r_c over the families i mod C, and the mean over families of L_bal among the members of each.
 
-    The members of a family are to be used alike, and families by the root of their size: between an even use of slots
-    and one of experts. 2 when all is so.
+    F and P are a family's load and gate weight, r_c its right share, by the root of its size: an even use of slots
+    would leave members of large families idle, an even use of experts would have every token use a large family.
+    2 where all have their shares.
     """
     f = expert_load(trace) if load is None else load
-    N = trace.g.shape[-1]
-    slots = min(slots, N)
-    family = torch.arange(N, device=f.device) % slots
-    within = F.one_hot(family, slots).to(trace.g.dtype)  # [N, C]
-    sizes = within.sum(0)
-
-    def real_mean(x: Tensor) -> Tensor:
-        return torch.where(trace.mask[..., None], x, 0.0).sum((1, 2)) / trace.mask.sum().clamp(min=1)
-
-    whole = trace.g @ within  # [L, B, T, C]
-    f_whole = f @ within
-    p = real_mean(trace.g / whole[..., family].clamp(min=_SMALL))  # of a member among its family
-    f_within = f / f_whole[:, family].clamp(min=_SMALL)
-    between = (f_whole * real_mean(whole) / sizes.sqrt()).sum(-1) * sizes.sqrt().sum()
-    return between + (f_within * p * sizes[family]).sum(-1) / slots
+    N, capacity = trace.g.shape[-1], min(capacity, trace.g.shape[-1])
+    family = torch.arange(N, device=f.device) % capacity
+    sizes = family_sums(f.new_ones(N), capacity)
+    right = sizes.sqrt() / sizes.sqrt().sum()
+    tiny = torch.finfo(f.dtype).tiny
+    G, F = family_sums(trace.g, capacity), family_sums(f, capacity)
+    between = (F * _real_mean(trace, G) / right).sum(-1)
+    p_within = _real_mean(trace, trace.g / G[..., family].clamp(min=tiny))
+    f_within = f / F[:, family].clamp(min=tiny)
+    return between + (sizes[family] * f_within * p_within).sum(-1) / capacity
 
 
 def consistency_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:

@@ -22,6 +22,7 @@ from stickymoe.errors import require
 from stickymoe.routing import kernels
 from stickymoe.routing.routers import RouterInput, State, TopK
 from stickymoe.routing.scan import as_numpy, as_tensor, remembered
+from stickymoe.routing.trace import family_sums
 
 
 class Smooth(nn.Module):
@@ -50,7 +51,7 @@ class Smooth(nn.Module):
         scan = (values, as_numpy(x.position), before, decay.item() if isinstance(decay, Tensor) else decay, out)
         kernels.average(*scan)
         smooth = as_tensor(out, logits)
-        last = smooth[:, -1]
+        last = smooth[:, -1].clone()
         if torch.is_grad_enabled():
             smooth = _Average.apply(logits, decay, smooth, scan)  # type: ignore[no-untyped-call]
         return smooth, {self.name: last}
@@ -73,26 +74,25 @@ class TwoSpeed(nn.Module):
 
 
 class SiblingGates(nn.Module):
-    """a_c + b_i for expert i of family c: a gate of the families reads the token, one of all experts a slow average.
+    """a_c + b_i for expert i of family c: one gate for the families, a slower one to tell siblings apart.
 
-    a is the mean over the family of the router's own logits, smoothed with decay d, and says which slots a token uses;
-    b = W_s·smooth_s(h) says who is in them.
+    a is the mean over the family of the router's own logits, smoothed with decay d; b = W_s·smooth_s(h).
     """
 
-    def __init__(self, d_model: int, n_experts: int, slots: int, *, fast: float, slow: float) -> None:
+    def __init__(self, d_model: int, n_experts: int, capacity: int, *, fast: float, slow: float) -> None:
         super().__init__()
         self.gate = nn.Linear(d_model, n_experts, bias=False)
         self.fast, self.slow = Smooth(fast, name="fast"), Smooth(slow, name="slow")
-        self.families = min(slots, n_experts)
+        self.capacity = capacity
 
     def forward(
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
-        family = torch.arange(logits.shape[-1], device=logits.device) % self.families
-        member = F.one_hot(family, self.families).to(logits.dtype)  # [N, C]
-        a, fast = self.fast(logits @ (member / member.sum(0)), x, state)
+        N = logits.shape[-1]
+        mean = family_sums(logits, self.capacity) / family_sums(logits.new_ones(N), self.capacity)
+        a, fast = self.fast(mean, x, state)
         b, slow = self.slow(F.linear(x.h.to(logits.dtype), self.gate.weight.to(logits.dtype)), x, state)
-        return a[..., family] + b, {**fast, **slow}
+        return a[..., torch.arange(N, device=a.device) % self.capacity] + b, {**fast, **slow}
 
 
 class _Average(torch.autograd.Function):
@@ -128,6 +128,10 @@ class Hysteresis:
         return g, as_tensor(S, g), {"chosen": as_tensor(chosen, g)}
 
 
+def require_slots(capacity: int, k: int) -> None:
+    require(k <= capacity, "variant.capacity", capacity, f"at least the {k} experts of a token")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Resident(ABC):
     """A choice among C experts that move in and out, at most one a token and before it chooses.
@@ -143,7 +147,7 @@ class _Resident(ABC):
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        require(k <= self.capacity, "variant.capacity", self.capacity, f"at least the {k} experts of a token")
+        require_slots(self.capacity, k)
         strength = self._strength(x.done)
         if strength == 0.0:
             return TopK()(logits, k, x, state)
@@ -210,23 +214,26 @@ class Siblings:
     """S_t = top-k of g_t among C residents, one of each family of experts i mod C; a sibling moves in if it wins by ρ.
 
     What wins is an expert's share in the gate weight of its family. The largest win moves in (of equals the first
-    slot), if the budget allows it: a load costs 1, of which every token brings B and no more than 1 is kept, so that n
-    tokens load at most 1 + B·n. At the start of a document the heaviest of each family is resident. g = softmax(ℓ).
+    slot), if the last load was 1/B tokens ago, rounded up: n tokens after the first load at most 1 + B·n experts. At
+    the start of a document the heaviest of each family is resident. g = softmax(ℓ).
     """
 
-    slots: int
+    capacity: int
     margin: float
     budget: float = 1.0
 
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
+        require_slots(self.capacity, k)
         g = logits.softmax(-1)
         S = np.empty((*logits.shape[:2], k), np.int64)
         resident = remembered(state, "resident", logits, np.bool_)
-        credit = remembered(state, "credit", logits[..., :1], np.float64)  # exact sums: 1/B tokens bring a load
-        kernels.siblings(as_numpy(g), as_numpy(x.position), resident, credit, self.slots, self.margin, self.budget, S)
-        return g, as_tensor(S, g), {"resident": as_tensor(resident, g), "credit": as_tensor(credit, g)}
+        since = remembered(state, "since", logits[..., :1], np.int64)
+        # Without a budget none can win by enough.
+        rest, margin = (math.ceil(round(1 / self.budget, 6)), self.margin) if self.budget else (1, math.inf)
+        kernels.siblings(as_numpy(g), as_numpy(x.position), resident, since, self.capacity, margin, rest, S)
+        return g, as_tensor(S, g), {"resident": as_tensor(resident, g), "since": as_tensor(since, g)}
 
 
 @dataclass(frozen=True)

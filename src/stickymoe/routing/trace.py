@@ -27,6 +27,12 @@ def combine_weights(g: Float[Tensor, "*batch N"], S: Int[Tensor, "*batch k"]) ->
     return chosen / chosen.sum(-1, keepdim=True)
 
 
+def family_sums(x: Float[Tensor, "*batch N"], capacity: int) -> Float[Tensor, "*batch C"]:
+    """Over the experts i mod C, each sum one family."""
+    family = torch.arange(x.shape[-1], device=x.device) % capacity
+    return x.new_zeros(*x.shape[:-1], min(capacity, x.shape[-1])).index_add(-1, family, x)
+
+
 @dataclass(frozen=True)
 class RoutingTrace:
     """Gate probabilities `g` with gradient and chosen experts `S`, heaviest first.

@@ -65,15 +65,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # The router to take: docs/frontier.md says what it buys and costs.
-RECOMMENDED: dict[str, Any] = {
-    "name": "siblings",
-    "capacity": 3,
-    "fast": 0.5,
-    "slow": 0.9,
-    "rho": 0.02,
-    "budget": 0.03,
-    "kin": 0.9,
-}
+RECOMMENDED: dict[str, Any] = {"name": "siblings"}
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -181,11 +181,14 @@ class Routed(Gated):
         super().__post_init__()
         require_weight("mu", self.mu)
 
-    def terms(self) -> tuple[Term, ...]:
+    def balance(self) -> Term:
+        """What keeps experts in use."""
         from stickymoe.routing.losses import balance_by_layer
 
-        balance = Term("bal", self.mu, lambda trace, ctx: balance_by_layer(trace, load=ctx.load))
-        return (*super().terms(), balance)
+        return Term("bal", self.mu, lambda trace, ctx: balance_by_layer(trace, load=ctx.load))
+
+    def terms(self) -> tuple[Term, ...]:
+        return (*super().terms(), self.balance())
 
 
 def require_weight(key: str, value: float) -> None:

@@ -30,10 +30,10 @@ class SiblingsVariant(Routed):
     Args:
         mu: weight μ of the load-balancing loss, of families and among the siblings of each
         capacity: slots C per layer and sequence, at least the k of a token
-        fast: decay d of the average that the gate of the slots reads; 0 for the token alone
-        slow: decay s of the average that the gate of the siblings reads
+        fast: decay d of the average that the gate of the families reads; 0 for the token alone
+        slow: decay s of the average that tells siblings apart
         rho: margin ρ by which a sibling must win, in shares of its family
-        budget: loads B per token and layer, at most
+        budget: loads B per token and layer, at most: from one to the next it is 1/B tokens
         kin: share of a sibling's gradient that goes to all of its family alike; 0 for strangers
     """
 
@@ -41,9 +41,8 @@ class SiblingsVariant(Routed):
     equation: ClassVar[str] = (
         "ℓ_i = a_c(smooth_d h) + b_i(smooth_s h), c = i mod C;  S_t = top-k of R_t, one of each c, who changes if "
         "q_in > q_out + ρ, q = g within c, at most B times a token;  "
-        "∇W → κ·mean of the family's + (1−κ)·own;  L = L_CE + μ·(L_bal of families + among siblings)"
+        "∇W → κ·mean of the family's + (1−κ)·own;  L = L_CE + μ·L_bal of families and of siblings"
     )
-    acts_on_terms: ClassVar[bool] = True
 
     capacity: int = hyper(3, "C")
     fast: float = hyper(0.5, "d")
@@ -66,8 +65,8 @@ class SiblingsVariant(Routed):
         require(self.capacity >= top_k, "variant.capacity", self.capacity, f"at least the {top_k} experts of a token")
 
     @property
-    def families(self) -> Families:
-        return Families(self.capacity, self.kin)
+    def families(self) -> Families | None:
+        return Families(self.capacity, self.kin) if self.kin else None
 
     def filter(self, site: RouterSite) -> "Filter":
         from stickymoe.routing.sequential import SiblingGates
@@ -79,10 +78,9 @@ class SiblingsVariant(Routed):
 
         return Siblings(self.capacity, self.rho, self.budget)
 
-    def terms(self) -> tuple[Term, ...]:
+    def balance(self) -> Term:
         from stickymoe.routing.losses import family_balance_by_layer
 
-        balance = Term(
-            "bal", self.mu, lambda trace, ctx: family_balance_by_layer(trace, slots=self.capacity, load=ctx.load)
+        return Term(
+            "bal", self.mu, lambda trace, ctx: family_balance_by_layer(trace, capacity=self.capacity, load=ctx.load)
         )
-        return tuple(balance if term.symbol == "bal" else term for term in super().terms())
