@@ -172,8 +172,10 @@ LESSONS = (
         ("siblings",),
         "Experts take turns in a slot: one gate chooses slots token by token, a slower one who is in them, within a "
         "budget of loads. Roles stay apart, since a slot keeps its role whoever is in it. What it takes is kinship: "
-        "siblings that learn alone learn the same things several times over, each from a part of the text; where most "
-        "of every gradient goes to the whole family, nothing is lost against a mixture of as many experts as slots.",
+        "siblings that learn alone learn the same things several times over, each from a part of the text, so most of "
+        "every gradient goes to the whole family. With two siblings in one of three slots that beats a mixture of "
+        "three; with four in each of four slots it is no better than a mixture of four, which loads nothing: in so "
+        "short a training, what siblings can tell apart by context is worth no more than it costs to learn it apart.",
     ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
     (("two_speed", "residency+two_speed"), "A second gate reads the slow average beside the token."),
