@@ -119,7 +119,7 @@ def _targets(whole: Group | None, sixteen: Group | None) -> str:
         if group is None or len(found) < 2:  # nothing beside vanilla
             continue
         solved = [p for p in found if C in p.fewer and p.solves(C)]
-        near = frontier.nearest(found, C)
+        near = frontier.nearest([p for p in found if p.row is not group.baseline], C)
         where = f"N={group.config.model.n_experts}, C={C}"
         if solved:
             lines.append(f"- **{where}: reached** by {'; '.join(_told(p, C) for p in solved)}.")
