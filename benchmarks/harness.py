@@ -92,6 +92,10 @@ class Contestant:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
+        self.warm_up_s = 0.0
+
+    def ready(self) -> None:
+        """Wait until it has prepared its work."""
         self.warm_up_s = self._answer()["warm_up_s"]
 
     def go(self) -> None:
@@ -121,9 +125,24 @@ class Contestant:
         return answer
 
 
-def race(script: Path, names: list[str], *, threads: int, rounds: int, arguments: tuple[str, ...] = ()) -> list[Timing]:
-    """Start every contestant, one after another, then let them take turns."""
-    contestants = [Contestant(script, name, threads=threads, arguments=arguments) for name in names]
+def race(
+    script: Path,
+    names: list[str],
+    *,
+    threads: int,
+    rounds: int,
+    arguments: tuple[str, ...] = (),
+    together: bool = False,
+) -> list[Timing]:
+    """Start every contestant, one after another or all `together`, then let them take turns."""
+    contestants = []
+    for name in names:
+        contestants.append(Contestant(script, name, threads=threads, arguments=arguments))
+        if not together:
+            contestants[-1].ready()
+    if together:
+        for contestant in contestants:
+            contestant.ready()
     for _ in range(rounds):
         for contestant in contestants:
             contestant.go()

@@ -187,7 +187,9 @@ def measure(a: argparse.Namespace, variants: list[str]) -> dict[str, Any]:
     result: dict[str, Any] = {"experts": a.experts, "threads": a.threads, "batch": [B, T], "tokens": TOKENS_AT_ONCE}
     for kind, whole, title in (("training", "step", "training"), ("decoding", "decode", "decoding")):
         names = [whole, *(f"{kind} {variant}" for variant in variants)]
-        timings = race(HERE, names, threads=a.threads, rounds=a.rounds, arguments=("--experts", str(a.experts)))
+        timings = race(
+            HERE, names, threads=a.threads, rounds=a.rounds, arguments=("--experts", str(a.experts)), together=True
+        )
         table = added(timings, whole, kind)
         print(f"\n{title}, {a.experts} experts: a step takes {timings[0].median * 1e3:.1f} ms ±{timings[0].spread:.1%}")
         print(f"{'':24} {'own ms':>9} {'of the step':>12} {'added':>8}")

@@ -43,7 +43,7 @@ def test_parameter_count(variant, size, protocol):
         model = build_model(config, GPT2_VOCAB)
     routed, dense = PARAMETERS[size]
     sizes = config.model
-    second_gates = sizes.n_layers * sizes.n_experts * sizes.d_model if variant == "two_speed" else 0
+    second_gates = sizes.n_layers * sizes.n_experts * sizes.d_model if variant in ("two_speed", "siblings") else 0
     assert parameters(model) == (dense if variant == "dense" else routed + second_gates)
 
 

@@ -80,6 +80,8 @@ def run_settings(draw: st.DrawFn) -> dict[str, Any]:
     top_k = plain["model"]["top_k"]
     for slots in {"capacity", "slots"} & set(variant):
         variant[slots] = max(variant[slots], top_k)
+    if "pinned" in variant:
+        variant["pinned"] = min(variant["pinned"], variant["capacity"] - 1)
     if "groups" in variant:
         variant["groups"] = min(variant["groups"], n_experts)
     return {**plain, "variant": variant, "seed": draw(st.integers(0, 2**32 - 1))}
