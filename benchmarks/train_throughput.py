@@ -310,6 +310,8 @@ def two_processes(rounds: int) -> dict[str, Any]:
     arguments = ("--vocab", "4096", "--length", "256", "--experts", "4")
     alone = Contestant(HERE, "ours", threads=2, arguments=arguments)
     pair = [Contestant(HERE, "ours", threads=1, arguments=arguments) for _ in range(2)]
+    for contestant in (alone, *pair):
+        contestant.ready()
     one, two = [], []
     for _ in range(rounds):
         alone.go()

@@ -82,6 +82,8 @@ def run_settings(draw: st.DrawFn) -> dict[str, Any]:
         variant[slots] = max(variant[slots], top_k)
     if "pinned" in variant:
         variant["pinned"] = min(variant["pinned"], variant["capacity"] - 1)
+    if "rise" in variant:
+        variant["rise"] = min(variant["rise"], 1 - variant["free"])
     if "groups" in variant:
         variant["groups"] = min(variant["groups"], n_experts)
     return {**plain, "variant": variant, "seed": draw(st.integers(0, 2**32 - 1))}
