@@ -22,7 +22,6 @@ from stickymoe.errors import require
 from stickymoe.routing import kernels
 from stickymoe.routing.routers import RouterInput, State, TopK
 from stickymoe.routing.scan import as_numpy, as_tensor, remembered
-from stickymoe.routing.trace import family_sums
 
 
 class Smooth(nn.Module):
@@ -79,20 +78,24 @@ class SiblingGates(nn.Module):
     a is the mean over the family of the router's own logits, smoothed with decay d; b = W_s·smooth_s(h).
     """
 
+    same: Tensor
+    size: Tensor
+
     def __init__(self, d_model: int, n_experts: int, capacity: int, *, fast: float, slow: float) -> None:
         super().__init__()
         self.gate = nn.Linear(d_model, n_experts, bias=False)
         self.fast, self.slow = Smooth(fast, name="fast"), Smooth(slow, name="slow")
-        self.capacity = capacity
+        family = torch.arange(n_experts) % capacity
+        same = (family[:, None] == family).float()
+        self.register_buffer("same", same, persistent=False)  # [N, N], ones and zeros in any precision
+        self.register_buffer("size", same.sum(0), persistent=False)
 
     def forward(
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
-        N = logits.shape[-1]
-        mean = family_sums(logits, self.capacity) / family_sums(logits.new_ones(N), self.capacity)
-        a, fast = self.fast(mean, x, state)
+        a, fast = self.fast(logits @ self.same.to(logits.dtype) / self.size.to(logits.dtype), x, state)
         b, slow = self.slow(F.linear(x.h.to(logits.dtype), self.gate.weight.to(logits.dtype)), x, state)
-        return a[..., torch.arange(N, device=a.device) % self.capacity] + b, {**fast, **slow}
+        return a + b, {**fast, **slow}
 
 
 class _Average(torch.autograd.Function):
