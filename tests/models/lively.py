@@ -38,8 +38,12 @@ def random_tokens(seed: int, B: int, T: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
+@torch.no_grad()
 def decode(model: GPT, tokens: torch.Tensor, doc: torch.Tensor | None, cuts: list[int]) -> tuple:
-    """`(logits, S)` of a pass in pieces that end at `cuts` and at the end; S is None for a dense model."""
+    """`(logits, S)` of a pass in pieces that end at `cuts` and at the end; S is None for a dense model.
+
+    Without gradient, as text is generated: routers scan arrays.
+    """
     cache = DecodeCache.empty(model.config.n_layers)
     edges = [0, *cuts, tokens.shape[1]]
     pieces = []
@@ -61,6 +65,6 @@ def assert_same(got: tuple, expected: tuple) -> None:
 
 
 def full(model: GPT, tokens: torch.Tensor, doc: torch.Tensor | None = None) -> tuple:
-    """`(logits, S)` of one pass."""
+    """`(logits, S)` of one pass, as in training: routers work on tensors."""
     out = model(tokens, doc=doc)
     return out.logits, None if out.trace is None else out.trace.S

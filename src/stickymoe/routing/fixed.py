@@ -6,41 +6,29 @@ B sequences, T tokens, N experts, k experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from stickymoe.errors import ConfigError
 from stickymoe.routing import kernels
-from stickymoe.routing.routers import RouterInput, State
-from stickymoe.routing.scan import as_numpy, as_tensor
-
-
-def _weigh(
-    logits: Float[Tensor, "B T N"], keys: Int[np.ndarray, "B T"], k: int, salt: int = 0
-) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"]]:
-    """g = softmax(ℓ), and k different experts for every key, each as likely as any other, ordered by g."""
-    g = logits.softmax(-1)
-    S = np.empty((*keys.shape, k), np.int64)
-    kernels.hashed(keys, as_numpy(g), salt, S)
-    return g, as_tensor(S, g)
+from stickymoe.routing.routers import RouterInput, Scanned, State
+from stickymoe.routing.scan import as_numpy, remembered
 
 
 @dataclass(frozen=True)
-class Hashed:
+class Hashed(Scanned):
     """S_t = hash(token, layer): Roller et al. With k=1 the gate has no say; with more it weighs the chosen."""
 
     layer: int
 
-    def __call__(
-        self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
-    ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        return *_weigh(logits, as_numpy(x.tokens), k, self.layer), {}
+    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
+        kernels.hashed(as_numpy(x.tokens), g, self.layer, S)
+        return {}
 
 
 @dataclass(frozen=True)
-class Trajectory:
+class Trajectory(Scanned):
     """S_t = hash(t's span), the same in all layers: nothing is loaded inside a span.
 
     A span is a document, or shorter: W tokens of it if `window` is not 0, a sentence of it if `sentence`. It is known
@@ -50,16 +38,14 @@ class Trajectory:
     window: int
     sentence: bool
 
-    def __call__(
-        self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
-    ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        position = as_numpy(x.position)
-        starts = position % self.window == 0 if self.window else position == 0
+    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
+        starts = x.places % self.window == 0 if self.window else x.places == 0
         if self.sentence:
             if x.boundary is None:
                 raise ConfigError("variant.sentence: this text comes without sentence borders, pass boundary.")
             starts = starts | as_numpy(x.boundary)
-        keys = np.empty_like(position)
-        before = as_numpy(state["key"]) if "key" in state else keys[:, :1]  # at its start a text has a span's start
+        keys = np.empty_like(x.places)
+        before = remembered(state, "key", keys[..., None])  # not read at first: a text's start is a span's start
         kernels.carried(as_numpy(x.tokens), starts, before, keys)
-        return *_weigh(logits, keys, k), {"key": as_tensor(keys[:, -1:].copy(), logits)}
+        kernels.hashed(keys, g, 0, S)
+        return {"key": keys[:, -1:].copy()}

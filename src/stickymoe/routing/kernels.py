@@ -73,6 +73,60 @@ def _heaviest(g: Any, among: Any, left: Any, S: Any) -> None:
 
 
 @njit(cache=True)
+def softmax(logits: Any, g: Any) -> None:
+    B, T, N = logits.shape
+    for b in range(B):
+        for t in range(T):
+            most = logits[b, t, 0]
+            for i in range(1, N):
+                most = max(most, logits[b, t, i])
+            total = 0.0
+            for i in range(N):
+                g[b, t, i] = np.exp(logits[b, t, i] - most)
+                total += g[b, t, i]
+            for i in range(N):
+                g[b, t, i] /= total
+
+
+@njit(cache=True)
+def top_k(g: Any, S: Any) -> None:
+    """The k most probable, heaviest first; of equal ones the lowest index."""
+    B, T, N = g.shape
+    every, left = np.ones(N, np.bool_), np.empty(N, np.bool_)
+    for b in range(B):
+        for t in range(T):
+            _heaviest(g[b, t], every, left, S[b, t])
+
+
+@njit(cache=True, error_model="numpy")
+def combine(g: Any, S: Any, w: Any) -> None:
+    """The gate probabilities of the selected experts, renormalised."""
+    B, T, k = S.shape
+    for b in range(B):
+        for t in range(T):
+            total = 0.0
+            for slot in range(k):
+                total += g[b, t, S[b, t, slot]]
+            for slot in range(k):
+                w[b, t, slot] = g[b, t, S[b, t, slot]] / total
+
+
+@njit(cache=True)
+def window_bonus(g: Any, position: Any, left: Any, k: int, window: int, beta: float, bonus: Any) -> None:
+    """β for those among the k best of the W tokens before, else 0; `left` [B, N] counts the tokens it still lasts."""
+    B, T, N = g.shape
+    chosen = np.empty(N, np.bool_)
+    for b in range(B):
+        for t in range(T):
+            if position[b, t] == 0:
+                left[b] = 0
+            _choose(g[b, t], k, chosen)
+            for i in range(N):
+                bonus[b, t, i] = beta if left[b, i] > 0 else 0.0
+                left[b, i] = window if chosen[i] else max(left[b, i] - 1, 0)
+
+
+@njit(cache=True)
 def hysteresis(logits: Any, g: Any, position: Any, chosen: Any, bonus: float, S: Any) -> None:
     """S = the k best of ℓ_t + m·1[chosen at t−1]; `chosen` [B, N] is brought up to date in place."""
     B, T, N = logits.shape
@@ -125,6 +179,29 @@ def residency(
                 if entering >= 0 and leaving >= 0 and demand[b, entering] > demand[b, leaving] + margin:
                     here[entering], here[leaving] = True, False
             _heaviest(g[b, t], here, left, S[b, t])
+
+
+@njit(cache=True)
+def sibling_logits(
+    a: Any, b: Any, position: Any, fast: Any, slow: Any, capacity: int, d: float, s: float, out: Any
+) -> None:
+    """The average with decay d of a's mean over each family i mod C, and that of b with decay s, added up.
+
+    The averages `fast` and `slow` [B, N] are brought up to date.
+    """
+    B, T, N = a.shape
+    for row in range(B):
+        for t in range(T):
+            old = 0.0 if position[row, t] == 0 else 1.0
+            for slot in range(min(capacity, N)):
+                total, members = 0.0, 0
+                for i in range(slot, N, capacity):
+                    total += a[row, t, i]
+                    members += 1
+                for i in range(slot, N, capacity):
+                    fast[row, i] = old * d * fast[row, i] + (1.0 - old * d) * (total / members)
+                    slow[row, i] = old * s * slow[row, i] + (1.0 - old * s) * b[row, t, i]
+                    out[row, t, i] = fast[row, i] + slow[row, i]
 
 
 @njit(cache=True)

@@ -4,22 +4,31 @@ A router is a gate among three exchangeable parts: a `Source` says what the gate
 logits, a `Choice` turns them into gate probabilities and experts. All work on a whole sequence or on its continuation,
 token by token, with the same outcome: `state` carries across calls what the next tokens need, and starts as None.
 
+Where no gradient is wanted, and a token's worth of routing is a few microseconds beside calls into torch that take
+more, filters and choices that can `scan` do the same on arrays, in compiled loops.
+
 B sequences, T tokens, d width, N experts, k experts per token.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stickymoe.routing import kernels
+from stickymoe.routing.scan import as_numpy, as_tensor, remembered, softmax
 from stickymoe.routing.trace import combine_weights, top_k_experts
 
-State = dict[str, Tensor]
+State = dict[str, Shaped[np.ndarray, "B ..."]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,11 @@ class RouterInput:
     boundary: Bool[Tensor, "B T"] | None = None
     done: float = 1.0
 
+    @cached_property
+    def places(self) -> Int[np.ndarray, "B T"]:
+        """`position` as an array, for compiled loops."""
+        return as_numpy(self.position)
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -59,7 +73,7 @@ class Routing:
 class Source(Protocol):
     """What the gate reads."""
 
-    def __call__(self, x: RouterInput, state: State) -> tuple[Float[Tensor, "B T d"], State]: ...
+    def __call__(self, x: RouterInput) -> Float[Tensor, "B T d"]: ...
 
 
 @runtime_checkable
@@ -72,6 +86,15 @@ class Filter(Protocol):
 
 
 @runtime_checkable
+class ScanningFilter(Filter, Protocol):
+    """A filter that can do without tensors."""
+
+    def scan(
+        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[np.ndarray, "B T N"], State]: ...
+
+
+@runtime_checkable
 class Choice(Protocol):
     """How logits become gate probabilities and experts."""
 
@@ -80,21 +103,53 @@ class Choice(Protocol):
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]: ...
 
 
+@runtime_checkable
+class ScanningChoice(Choice, Protocol):
+    """A choice that can do without tensors."""
+
+    def scan(
+        self, logits: Float[np.ndarray, "B T N"], k: int, x: RouterInput, state: State
+    ) -> tuple[Float[np.ndarray, "B T N"], Int[np.ndarray, "B T k"], State]: ...
+
+
 class Hidden:
     """The hidden state, as in every standard router."""
 
-    def __call__(self, x: RouterInput, state: State) -> tuple[Float[Tensor, "B T d"], State]:
-        return x.h, {}
+    def __call__(self, x: RouterInput) -> Float[Tensor, "B T d"]:
+        return x.h
 
 
 class Attended:
     """Oracle-MoE, simplified: what attention gathered, before its output projection."""
 
-    def __call__(self, x: RouterInput, state: State) -> tuple[Float[Tensor, "B T d"], State]:
-        return x.attended, {}
+    def __call__(self, x: RouterInput) -> Float[Tensor, "B T d"]:
+        return x.attended
 
 
-class TopK:
+class Scanned(ABC):
+    """g = softmax(ℓ), and a choice of experts that comes from a compiled loop."""
+
+    def __call__(
+        self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
+    ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
+        g = logits.softmax(-1)
+        S = np.empty((*g.shape[:2], k), np.int64)
+        state = self._scan(as_numpy(logits), as_numpy(g), x, state, S)
+        return g, as_tensor(S, g), state
+
+    def scan(
+        self, logits: Float[np.ndarray, "B T N"], k: int, x: RouterInput, state: State
+    ) -> tuple[Float[np.ndarray, "B T N"], Int[np.ndarray, "B T k"], State]:
+        g = softmax(logits)
+        S = np.empty((*g.shape[:2], k), np.int64)
+        return g, S, self._scan(logits, g, x, state, S)
+
+    @abstractmethod
+    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
+        """Write the chosen experts to `S`; answers what the next tokens need."""
+
+
+class TopK(Scanned):
     """eq:gate, eq:topk. Softmax, then the k most probable experts."""
 
     def __call__(
@@ -103,12 +158,16 @@ class TopK:
         g = logits.softmax(-1)
         return g, top_k_experts(g.detach(), k), {}
 
+    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
+        kernels.top_k(g, S)
+        return {}
+
 
 @dataclass(frozen=True)
 class HardWindow:
     """A bonus β on the logits of every expert in the unbiased top-k of the preceding W tokens of the document.
 
-    The history is detached and does not feed on itself, so a whole sequence is one parallel pass.
+    The history is detached and does not feed on itself.
     """
 
     window: int
@@ -117,23 +176,22 @@ class HardWindow:
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        W = self.window
-        unbiased = top_k_experts(logits.detach().softmax(-1), k)
-        used = torch.zeros_like(logits).scatter_(-1, unbiased, 1.0)  # [B, T, N]
-        past = state.get("used", used.new_zeros(used.shape[0], W, used.shape[-1]))
-        extended = torch.cat([past, used], dim=1)  # the token at t is at W + t
-        recent = self._recent(extended, x.position)
-        g = (logits + self.beta * recent).softmax(-1)
-        return g, top_k_experts(g.detach(), k), {"used": extended[:, -W:]}
+        bonus, state = self._bonus(as_numpy(logits), k, x, state)
+        return *TopK()(logits + as_tensor(bonus, logits), k, x, state)[:2], state
 
-    def _recent(self, used: Float[Tensor, "B reach N"], position: Int[Tensor, "B T"]) -> Bool[Tensor, "B T N"]:
-        """Which experts appear in the W tokens before each token, not reaching beyond its document's start."""
-        W, T = self.window, position.shape[1]
-        seen = F.pad(used.cumsum(1), (0, 0, 1, 0))  # seen[i] counts uses in used[:i]
-        end = torch.arange(T, device=used.device) + W
-        start = end - position.clamp(max=W)
-        index = start[..., None].expand(-1, -1, used.shape[-1])
-        return seen[:, W : W + T] - seen.gather(1, index) > 0
+    def scan(
+        self, logits: Float[np.ndarray, "B T N"], k: int, x: RouterInput, state: State
+    ) -> tuple[Float[np.ndarray, "B T N"], Int[np.ndarray, "B T k"], State]:
+        bonus, state = self._bonus(logits, k, x, state)
+        return *TopK().scan(logits + bonus, k, x, state)[:2], state
+
+    def _bonus(
+        self, logits: Float[np.ndarray, "B T N"], k: int, x: RouterInput, state: State
+    ) -> tuple[Float[np.ndarray, "B T N"], State]:
+        left = remembered(state, "left", logits, np.int64)
+        bonus = np.empty_like(logits)
+        kernels.window_bonus(softmax(logits), x.places, left, k, self.window, self.beta, bonus)
+        return bonus, {"left": left}
 
 
 class Unfiltered:
@@ -143,6 +201,16 @@ class Unfiltered:
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
         return logits, {}
+
+    def scan(
+        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[np.ndarray, "B T N"], State]:
+        return logits, {}
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Nothing where there is none to begin with, which spares a decoded token much of its routing."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class Router(nn.Module):
@@ -166,20 +234,41 @@ class Router(nn.Module):
         self.filter = filter or Unfiltered()
         self.choice = choice or TopK()
         self.gate_only = gate_only
+        self.scanning: tuple[ScanningFilter, ScanningChoice] | None = None
+        if isinstance(self.filter, ScanningFilter) and isinstance(self.choice, ScanningChoice):
+            self.scanning = self.filter, self.choice
 
     def forward(self, x: RouterInput, state: State | None = None) -> Routing:
         """Route the tokens of `x`, which continue those that `state` remembers."""
         state = state or {}
-        features, source_state = self.source(x, state)
-        with torch.autocast(features.device.type, enabled=False):
+        features = self.source(x)
+        with _without_autocast(features.device.type):
             W_g = self.gate.weight.to(torch.promote_types(self.gate.weight.dtype, torch.float32))
             features = features.to(W_g.dtype)
-            logits, filter_state = self.filter(F.linear(features, W_g), x, state)
+            logits = F.linear(features, W_g)
+            if self.scanning and logits.is_cpu and not torch.is_grad_enabled():
+                return self._scanned(*self.scanning, logits, x, state)
+            logits, filter_state = self.filter(logits, x, state)
             g, S, choice_state = self.choice(logits, self.top_k, x, state)
             g_gate = None
             if self.gate_only:
                 x = replace(x, h=x.h.detach(), attended=x.attended.detach())
                 logits, _ = self.filter(F.linear(features.detach(), W_g), x, state)
                 g_gate, _, _ = self.choice(logits, self.top_k, x, state)
-        remembered = {**source_state, **filter_state, **choice_state}
-        return Routing(g=g, S=S, w=combine_weights(g, S), state=remembered, g_gate=g_gate)
+        return Routing(g=g, S=S, w=combine_weights(g, S), state={**filter_state, **choice_state}, g_gate=g_gate)
+
+    def _scanned(
+        self,
+        filter: ScanningFilter,
+        choice: ScanningChoice,
+        logits: Float[Tensor, "B T N"],
+        x: RouterInput,
+        state: State,
+    ) -> Routing:
+        """The same without gradient, on arrays."""
+        values, filter_state = filter.scan(as_numpy(logits), x, state)
+        probabilities, chosen, choice_state = choice.scan(values, self.top_k, x, state)
+        weights = np.empty(chosen.shape, probabilities.dtype)
+        kernels.combine(probabilities, chosen, weights)
+        g, S, w = (torch.from_numpy(array) for array in (probabilities, chosen, weights))
+        return Routing(g=g, S=S, w=w, state={**filter_state, **choice_state}, g_gate=g if self.gate_only else None)

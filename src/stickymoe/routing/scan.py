@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
+
+from stickymoe.routing import kernels
 
 
 def as_numpy(x: Shaped[Tensor, ...]) -> Shaped[np.ndarray, ...]:
@@ -21,9 +23,18 @@ def as_tensor(array: Shaped[np.ndarray, ...], like: Tensor) -> Shaped[Tensor, ..
     return tensor if like.is_cpu else tensor.to(like.device)
 
 
-def remembered(state: dict[str, Tensor], name: str, logits: Tensor, dtype: Any = None) -> Shaped[np.ndarray, "B N"]:
+def remembered(
+    state: dict[str, Shaped[np.ndarray, "B N"]], name: str, logits: Shaped[np.ndarray, "B T N"], dtype: Any = None
+) -> Shaped[np.ndarray, "B N"]:
     """A copy of what `state` knows under that name, for a kernel to go on with; zeros at first."""
     if name in state:
-        return state[name].cpu().numpy().copy()
+        return state[name].copy()
     B, _, N = logits.shape
-    return np.zeros((B, N), dtype or torch.zeros((), dtype=logits.dtype).numpy().dtype)
+    return np.zeros((B, N), dtype or logits.dtype)
+
+
+def softmax(logits: Float[np.ndarray, "B T N"]) -> Float[np.ndarray, "B T N"]:
+    """eq:gate, without gradient."""
+    g = np.empty_like(logits)
+    kernels.softmax(logits, g)
+    return g

@@ -7,20 +7,20 @@ B sequences, T tokens, N experts, k experts per token.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stickymoe.errors import require
 from stickymoe.routing import kernels
-from stickymoe.routing.routers import RouterInput, State, TopK
+from stickymoe.routing.routers import RouterInput, Scanned, State
 from stickymoe.routing.scan import as_numpy, as_tensor, remembered
 
 
@@ -41,19 +41,30 @@ class Smooth(nn.Module):
     def forward(
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
-        decay: Tensor | float = self.decay
-        if self.decay_bias is not None:
-            decay = (self.decay_bias.to(logits.dtype) + math.log(self.decay / (1 - self.decay))).sigmoid()
-        values = as_numpy(logits)
-        before = as_numpy(state[self.name]) if self.name in state else np.zeros_like(values[:, 0])
-        out = np.empty_like(values)
-        scan = (values, as_numpy(x.position), before, decay.item() if isinstance(decay, Tensor) else decay, out)
+        decay = self._decay()
+        scan = self._average(as_numpy(logits), x, state, decay)
+        smooth = _Average.apply(logits, decay, as_tensor(scan[-1], logits), scan)  # type: ignore[no-untyped-call]
+        return smooth, {self.name: scan[-1][:, -1].copy()}
+
+    def scan(
+        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[np.ndarray, "B T N"], State]:
+        *_, out = self._average(logits, x, state, self._decay())
+        return out, {self.name: out[:, -1].copy()}
+
+    def _decay(self) -> Tensor | float:
+        if self.decay_bias is None:
+            return self.decay
+        bias = self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32))
+        return (bias + math.log(self.decay / (1 - self.decay))).sigmoid()
+
+    def _average(self, values: Any, x: RouterInput, state: State, decay: Tensor | float) -> tuple[Any, ...]:
+        """What went into kernels.average, and last what came out."""
+        before = state[self.name] if self.name in state else np.zeros_like(values[:, 0])
+        number = decay.item() if isinstance(decay, Tensor) else decay
+        scan = (values, x.places, before, number, np.empty_like(values))
         kernels.average(*scan)
-        smooth = as_tensor(out, logits)
-        last = smooth[:, -1].clone()
-        if torch.is_grad_enabled():
-            smooth = _Average.apply(logits, decay, smooth, scan)  # type: ignore[no-untyped-call]
-        return smooth, {self.name: last}
+        return scan
 
 
 class TwoSpeed(nn.Module):
@@ -67,8 +78,13 @@ class TwoSpeed(nn.Module):
     def forward(
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
-        slow = F.linear(x.h.to(logits.dtype), self.gate.weight.to(logits.dtype))
-        slow, average = self.smooth(slow, x, state)
+        slow, average = self.smooth(_gated(x.h, self.gate), x, state)
+        return logits + slow, average
+
+    def scan(
+        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[np.ndarray, "B T N"], State]:
+        slow, average = self.smooth.scan(as_numpy(_gated(x.h, self.gate)), x, state)
         return logits + slow, average
 
 
@@ -84,6 +100,7 @@ class SiblingGates(nn.Module):
     def __init__(self, d_model: int, n_experts: int, capacity: int, *, fast: float, slow: float) -> None:
         super().__init__()
         self.gate = nn.Linear(d_model, n_experts, bias=False)
+        self.capacity, self.d, self.s = capacity, fast, slow
         self.fast, self.slow = Smooth(fast, name="fast"), Smooth(slow, name="slow")
         family = torch.arange(n_experts) % capacity
         same = (family[:, None] == family).float()
@@ -94,8 +111,23 @@ class SiblingGates(nn.Module):
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
         a, fast = self.fast(logits @ self.same.to(logits.dtype) / self.size.to(logits.dtype), x, state)
-        b, slow = self.slow(F.linear(x.h.to(logits.dtype), self.gate.weight.to(logits.dtype)), x, state)
+        b, slow = self.slow(_gated(x.h, self.gate), x, state)
         return a + b, {**fast, **slow}
+
+    def scan(
+        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[np.ndarray, "B T N"], State]:
+        b = as_numpy(_gated(x.h, self.gate))
+        fast, slow = remembered(state, "fast", logits), remembered(state, "slow", logits)
+        out = np.empty_like(logits)
+        kernels.sibling_logits(logits, b, x.places, fast, slow, self.capacity, self.d, self.s, out)
+        return out, {"fast": fast, "slow": slow}
+
+
+def _gated(h: Float[Tensor, "B T d"], gate: nn.Linear) -> Float[Tensor, "B T N"]:
+    """W·h in fp32, whatever the model computes in."""
+    W = gate.weight.to(torch.promote_types(gate.weight.dtype, torch.float32))
+    return F.linear(h.to(W.dtype), W)
 
 
 class _Average(torch.autograd.Function):
@@ -116,27 +148,19 @@ class _Average(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Hysteresis:
+class Hysteresis(Scanned):
     """S_t = top-k of ℓ_t + m·1[e ∈ S_t−1], g = softmax(ℓ): what was chosen last is chosen on unless beaten by m."""
 
     bonus: float
 
-    def __call__(
-        self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
-    ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        g = logits.softmax(-1)
-        S = np.empty((*logits.shape[:2], k), np.int64)
+    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
         chosen = remembered(state, "chosen", logits, np.bool_)
-        kernels.hysteresis(as_numpy(logits), as_numpy(g), as_numpy(x.position), chosen, self.bonus, S)
-        return g, as_tensor(S, g), {"chosen": as_tensor(chosen, g)}
-
-
-def require_slots(capacity: int, k: int) -> None:
-    require(k <= capacity, "variant.capacity", capacity, f"at least the {k} experts of a token")
+        kernels.hysteresis(logits, g, x.places, chosen, self.bonus, S)
+        return {"chosen": chosen}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Resident(ABC):
+class _Resident(Scanned):
     """A choice among C experts that move in and out, at most one a token and before it chooses.
 
     For the share `free` of training all experts can be chosen; over the share `rise` after it the residents grow from
@@ -147,17 +171,13 @@ class _Resident(ABC):
     free: float = 0.0
     rise: float = 0.0
 
-    def __call__(
-        self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
-    ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        require_slots(self.capacity, k)
+    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
+        _require_room(self.capacity, S)
         strength = self._strength(x.done)
         if strength == 0.0:
-            return TopK()(logits, k, x, state)
-        g = logits.softmax(-1)
-        S = np.empty((*logits.shape[:2], k), np.int64)
-        held = self._scan(logits, as_numpy(g), as_numpy(x.position), strength, state, S)
-        return g, as_tensor(S, g), {name: as_tensor(array, g) for name, array in held.items()}
+            kernels.top_k(g, S)
+            return {}
+        return self._scan_residents(logits, g, x, strength, state, S)
 
     def _strength(self, done: float) -> float:
         if done >= self.free + self.rise:
@@ -165,8 +185,12 @@ class _Resident(ABC):
         return max(0.0, (done - self.free) / self.rise) if self.rise else 0.0
 
     @abstractmethod
-    def _scan(self, logits: Tensor, g: Any, position: Any, strength: float, state: State, S: Any) -> dict[str, Any]:
-        """Write the chosen experts to `S`; answers what the next tokens need."""
+    def _scan_residents(self, logits: Any, g: Any, x: RouterInput, strength: float, state: State, S: Any) -> State:
+        """The same, with that share of the inertia."""
+
+
+def _require_room(capacity: int, S: Any) -> None:
+    require(S.shape[-1] <= capacity, "variant.capacity", capacity, f"at least the {S.shape[-1]} experts of a token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,13 +206,13 @@ class Residency(_Resident):
     average: float
     pinned: int = 0
 
-    def _scan(self, logits: Tensor, g: Any, position: Any, strength: float, state: State, S: Any) -> dict[str, Any]:
-        signal = g if self.average else as_numpy(logits)
+    def _scan_residents(self, logits: Any, g: Any, x: RouterInput, strength: float, state: State, S: Any) -> State:
+        signal = g if self.average else logits
         demand, resident = remembered(state, "demand", logits), remembered(state, "resident", logits, np.bool_)
         decay = 1 - (1 - self.average) ** strength  # the logarithm of the memory 1/(1−d) grows evenly
         capacity = min(self.capacity, g.shape[-1])
         margin = strength * self.margin
-        kernels.residency(signal, g, position, demand, resident, capacity, self.pinned, margin, decay, S)
+        kernels.residency(signal, g, x.places, demand, resident, capacity, self.pinned, margin, decay, S)
         return {"demand": demand, "resident": resident}
 
 
@@ -204,16 +228,16 @@ class Rent(_Resident):
 
     price: float
 
-    def _scan(self, logits: Tensor, g: Any, position: Any, strength: float, state: State, S: Any) -> dict[str, Any]:
+    def _scan_residents(self, logits: Any, g: Any, x: RouterInput, strength: float, state: State, S: Any) -> State:
         missed, resident = remembered(state, "missed", logits), remembered(state, "resident", logits, np.bool_)
         unused = remembered(state, "unused", logits, np.int64)
         capacity = min(self.capacity, g.shape[-1])
-        kernels.rent(g, position, missed, unused, resident, capacity, strength * self.price, S)
+        kernels.rent(g, x.places, missed, unused, resident, capacity, strength * self.price, S)
         return {"missed": missed, "unused": unused, "resident": resident}
 
 
 @dataclass(frozen=True)
-class Siblings:
+class Siblings(Scanned):
     """S_t = top-k of g_t among C residents, one of each family of experts i mod C; a sibling moves in if it wins by ρ.
 
     What wins is an expert's share in the gate weight of its family. The largest win moves in (of equals the first
@@ -225,22 +249,18 @@ class Siblings:
     margin: float
     budget: float = 1.0
 
-    def __call__(
-        self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
-    ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        require_slots(self.capacity, k)
-        g = logits.softmax(-1)
-        S = np.empty((*logits.shape[:2], k), np.int64)
+    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
+        _require_room(self.capacity, S)
         resident = remembered(state, "resident", logits, np.bool_)
         since = remembered(state, "since", logits[..., :1], np.int64)
         # Without a budget none can win by enough.
         rest, margin = (math.ceil(round(1 / self.budget, 6)), self.margin) if self.budget else (1, math.inf)
-        kernels.siblings(as_numpy(g), as_numpy(x.position), resident, since, self.capacity, margin, rest, S)
-        return g, as_tensor(S, g), {"resident": as_tensor(resident, g), "since": as_tensor(since, g)}
+        kernels.siblings(g, x.places, resident, since, self.capacity, margin, rest, S)
+        return {"resident": resident, "since": since}
 
 
 @dataclass(frozen=True)
-class Segment:
+class Segment(Scanned):
     """S = top-k of the mean logits of the W tokens before the segment, for all of its W tokens; g = softmax(ℓ).
 
     Segments are counted from the start of the document; the first one is decided by its first token.
@@ -248,11 +268,7 @@ class Segment:
 
     window: int
 
-    def __call__(
-        self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
-    ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]:
-        g = logits.softmax(-1)
-        S = np.empty((*logits.shape[:2], k), np.int64)
+    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
         total, chosen = remembered(state, "total", logits), remembered(state, "chosen", logits, np.bool_)
-        kernels.segment(as_numpy(logits), as_numpy(g), as_numpy(x.position), total, chosen, self.window, S)
-        return g, as_tensor(S, g), {"total": as_tensor(total, g), "chosen": as_tensor(chosen, g)}
+        kernels.segment(logits, g, x.places, total, chosen, self.window, S)
+        return {"total": total, "chosen": chosen}
