@@ -91,6 +91,7 @@ def _routers(a: argparse.Namespace, variant: str) -> list[Any]:
 
 
 def _inputs(rows: int, length: int, first: int = 0) -> Any:
+    import numpy as np
     import torch
 
     from stickymoe.routing.routers import RouterInput
@@ -98,7 +99,7 @@ def _inputs(rows: int, length: int, first: int = 0) -> Any:
     rng = torch.Generator().manual_seed(1)
     h, attended = (torch.randn(rows, length, 128, generator=rng) for _ in range(2))
     tokens = torch.randint(0, VOCAB, (rows, length), generator=rng)
-    position = torch.arange(first, first + length).expand(rows, length)
+    position = np.tile(np.arange(first, first + length), (rows, 1))
     return RouterInput(h, attended, tokens, position, boundary=torch.rand(rows, length, generator=rng) < 0.04)
 
 

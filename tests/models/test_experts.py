@@ -2,6 +2,7 @@
 
 from math import erf, sqrt
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,7 +39,7 @@ def hidden(n, seed, dtype):
 def router_input(h):
     B, n = h.shape[:2]
     zeros = torch.zeros(B, n, dtype=torch.long)
-    return RouterInput(h=h, attended=torch.zeros_like(h), tokens=zeros, position=torch.arange(n).expand(B, n))
+    return RouterInput(h=h, attended=torch.zeros_like(h), tokens=zeros, position=np.tile(np.arange(n), (B, 1)))
 
 
 def gelu(x):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import reference
 from stickymoe.routing.routers import Attended, HardWindow, Hidden, Router, RouterInput, TopK
+from stickymoe.routing.scan import as_numpy
 from stickymoe.routing.trace import document_positions
 from strategies import costly, documents, seeds, thorough
 
@@ -29,7 +30,7 @@ def router_input(rng, B, T, doc=None, dtype=torch.float64):
         h=h,
         attended=attended,
         tokens=torch.tensor(rng.integers(0, 50, (B, T))),
-        position=document_positions(doc, B, T),
+        position=as_numpy(document_positions(doc, B, T)),
         doc=doc,
     )
 
@@ -45,7 +46,7 @@ def steps(x, start, stop):
         h=x.h[:, start:stop],
         attended=x.attended[:, start:stop],
         tokens=x.tokens[:, start:stop],
-        position=x.position[:, start:stop],
+        position=np.ascontiguousarray(x.position[:, start:stop]),
         doc=None if x.doc is None else x.doc[:, start:stop],
     )
 

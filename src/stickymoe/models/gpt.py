@@ -20,6 +20,7 @@ from stickymoe.models.head import linear_cross_entropy, plain_cross_entropy
 from stickymoe.models.moe import Experts, FeedForward, MoE
 from stickymoe.routing.families import Families
 from stickymoe.routing.routers import Router, RouterInput, Routing, State
+from stickymoe.routing.scan import as_numpy
 from stickymoe.routing.trace import RoutingTrace, document_positions
 from stickymoe.runs.config import ModelConfig
 
@@ -159,6 +160,7 @@ class GPT(nn.Module):
         attention_mask = _attention_mask(tokens, doc, cache)
         x = self.token_embedding(tokens) + self.position_embedding(position)
         routed: list[Routing] = []
+        places = as_numpy(position)
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             past = cache.layers[i] if cache is not None else None
@@ -167,7 +169,7 @@ class GPT(nn.Module):
             h = block.ffn_norm(x)
             state: State = {}
             if isinstance(block.ffn, MoE):
-                seen = RouterInput(h, attended, tokens, position, doc, boundary, done)
+                seen = RouterInput(h, attended, tokens, places, doc, boundary, done)
                 y, routing = block.ffn(seen, past.router if past is not None else None)
                 routed.append(routing)
                 state = routing.state

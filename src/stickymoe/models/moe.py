@@ -121,10 +121,11 @@ class _SortedExperts(torch.autograd.Function):
         x = h.index_select(0, token)
         a = h.new_empty(n * k, f)
         out = h.new_empty(n * k, d)
-        for i, rows in _groups(counts):
+        busy = [(i, rows) for i, rows in _groups(counts) if counts[i]]
+        for i, rows in busy:
             torch.addmm(up_bias[i], x[rows], up[i].t(), out=a[rows])
         z = F.gelu(a)
-        for i, rows in _groups(counts):
+        for i, rows in busy:
             torch.addmm(down_bias[i], z[rows], down[i].t(), out=out[rows])
         ctx.save_for_backward(x, a, z, out, w, order, token, place, up, down)
         ctx.counts = counts
@@ -165,7 +166,7 @@ class _SortedExperts(torch.autograd.Function):
 
 
 def _groups(counts: list[int]) -> Iterator[tuple[int, slice]]:
-    """Each expert and its rows, the idle ones too: their products of nothing are zero."""
+    """Each expert and its rows, the idle ones too: the gradients of their weights are products of nothing, zero."""
     first = 0
     for i, count in enumerate(counts):
         yield i, slice(first, first + count)

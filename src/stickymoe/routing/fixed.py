@@ -39,12 +39,12 @@ class Trajectory(Scanned):
     sentence: bool
 
     def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
-        starts = x.places % self.window == 0 if self.window else x.places == 0
+        starts = x.position % self.window == 0 if self.window else x.position == 0
         if self.sentence:
             if x.boundary is None:
                 raise ConfigError("variant.sentence: this text comes without sentence borders, pass boundary.")
             starts = starts | as_numpy(x.boundary)
-        keys = np.empty_like(x.places)
+        keys = np.empty_like(x.position)
         before = remembered(state, "key", keys[..., None])  # not read at first: a text's start is a span's start
         kernels.carried(as_numpy(x.tokens), starts, before, keys)
         kernels.hashed(keys, g, 0, S)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -36,23 +35,18 @@ class RouterInput:
     """What a router may look at.
 
     `h` is the normalised hidden state the experts get, `attended` the attended values before the output projection
-    of the preceding attention, `position` the place in the document. `doc` is None for a flat stream. `boundary` marks
-    the first token of a sentence or paragraph, where that is known. `done` is the share of training that is over, for
-    routers that grow stricter; it is 1 wherever nothing trains.
+    of the preceding attention, `position` the place in the document, an array as compiled loops read it. `doc` is None
+    for a flat stream. `boundary` marks the first token of a sentence or paragraph, where that is known. `done` is the
+    share of training that is over, for routers that grow stricter; it is 1 wherever nothing trains.
     """
 
     h: Float[Tensor, "B T d"]
     attended: Float[Tensor, "B T d"]
     tokens: Int[Tensor, "B T"]
-    position: Int[Tensor, "B T"]
+    position: Int[np.ndarray, "B T"]
     doc: Int[Tensor, "B T"] | None = None
     boundary: Bool[Tensor, "B T"] | None = None
     done: float = 1.0
-
-    @cached_property
-    def places(self) -> Int[np.ndarray, "B T"]:
-        """`position` as an array, for compiled loops."""
-        return as_numpy(self.position)
 
 
 @dataclass(frozen=True)
@@ -190,7 +184,7 @@ class HardWindow:
     ) -> tuple[Float[np.ndarray, "B T N"], State]:
         left = remembered(state, "left", logits, np.int64)
         bonus = np.empty_like(logits)
-        kernels.window_bonus(softmax(logits), x.places, left, k, self.window, self.beta, bonus)
+        kernels.window_bonus(softmax(logits), x.position, left, k, self.window, self.beta, bonus)
         return bonus, {"left": left}
 
 
@@ -211,6 +205,14 @@ class Unfiltered:
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
     """Nothing where there is none to begin with, which spares a decoded token much of its routing."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def gated(h: Float[Tensor, "B T d"], gate: nn.Linear) -> Float[Tensor, "B T N"]:
+    """W·h, in fp32 at least."""
+    W = gate.weight
+    if W.dtype not in (torch.float32, torch.float64):
+        W = W.float()
+    return F.linear(h if h.dtype == W.dtype else h.to(W.dtype), W)
 
 
 class Router(nn.Module):
@@ -243,9 +245,7 @@ class Router(nn.Module):
         state = state or {}
         features = self.source(x)
         with _without_autocast(features.device.type):
-            W_g = self.gate.weight.to(torch.promote_types(self.gate.weight.dtype, torch.float32))
-            features = features.to(W_g.dtype)
-            logits = F.linear(features, W_g)
+            logits = gated(features, self.gate)
             if self.scanning and logits.is_cpu and not torch.is_grad_enabled():
                 return self._scanned(*self.scanning, logits, x, state)
             logits, filter_state = self.filter(logits, x, state)
@@ -253,7 +253,7 @@ class Router(nn.Module):
             g_gate = None
             if self.gate_only:
                 x = replace(x, h=x.h.detach(), attended=x.attended.detach())
-                logits, _ = self.filter(F.linear(features.detach(), W_g), x, state)
+                logits, _ = self.filter(gated(features.detach(), self.gate), x, state)
                 g_gate, _, _ = self.choice(logits, self.top_k, x, state)
         return Routing(g=g, S=S, w=combine_weights(g, S), state={**filter_state, **choice_state}, g_gate=g_gate)
 

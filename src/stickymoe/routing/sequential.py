@@ -16,11 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from stickymoe.errors import require
 from stickymoe.routing import kernels
-from stickymoe.routing.routers import RouterInput, Scanned, State
+from stickymoe.routing.routers import RouterInput, Scanned, State, gated
 from stickymoe.routing.scan import as_numpy, as_tensor, remembered
 
 
@@ -62,7 +61,7 @@ class Smooth(nn.Module):
         """What went into kernels.average, and last what came out."""
         before = state[self.name] if self.name in state else np.zeros_like(values[:, 0])
         number = decay.item() if isinstance(decay, Tensor) else decay
-        scan = (values, x.places, before, number, np.empty_like(values))
+        scan = (values, x.position, before, number, np.empty_like(values))
         kernels.average(*scan)
         return scan
 
@@ -78,13 +77,13 @@ class TwoSpeed(nn.Module):
     def forward(
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
-        slow, average = self.smooth(_gated(x.h, self.gate), x, state)
+        slow, average = self.smooth(gated(x.h, self.gate), x, state)
         return logits + slow, average
 
     def scan(
         self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[np.ndarray, "B T N"], State]:
-        slow, average = self.smooth.scan(as_numpy(_gated(x.h, self.gate)), x, state)
+        slow, average = self.smooth.scan(as_numpy(gated(x.h, self.gate)), x, state)
         return logits + slow, average
 
 
@@ -111,23 +110,17 @@ class SiblingGates(nn.Module):
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
         a, fast = self.fast(logits @ self.same.to(logits.dtype) / self.size.to(logits.dtype), x, state)
-        b, slow = self.slow(_gated(x.h, self.gate), x, state)
+        b, slow = self.slow(gated(x.h, self.gate), x, state)
         return a + b, {**fast, **slow}
 
     def scan(
         self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[np.ndarray, "B T N"], State]:
-        b = as_numpy(_gated(x.h, self.gate))
+        b = as_numpy(gated(x.h, self.gate))
         fast, slow = remembered(state, "fast", logits), remembered(state, "slow", logits)
         out = np.empty_like(logits)
-        kernels.sibling_logits(logits, b, x.places, fast, slow, self.capacity, self.d, self.s, out)
+        kernels.sibling_logits(logits, b, x.position, fast, slow, self.capacity, self.d, self.s, out)
         return out, {"fast": fast, "slow": slow}
-
-
-def _gated(h: Float[Tensor, "B T d"], gate: nn.Linear) -> Float[Tensor, "B T N"]:
-    """W·h in fp32, whatever the model computes in."""
-    W = gate.weight.to(torch.promote_types(gate.weight.dtype, torch.float32))
-    return F.linear(h.to(W.dtype), W)
 
 
 class _Average(torch.autograd.Function):
@@ -155,7 +148,7 @@ class Hysteresis(Scanned):
 
     def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
         chosen = remembered(state, "chosen", logits, np.bool_)
-        kernels.hysteresis(logits, g, x.places, chosen, self.bonus, S)
+        kernels.hysteresis(logits, g, x.position, chosen, self.bonus, S)
         return {"chosen": chosen}
 
 
@@ -212,7 +205,7 @@ class Residency(_Resident):
         decay = 1 - (1 - self.average) ** strength  # the logarithm of the memory 1/(1−d) grows evenly
         capacity = min(self.capacity, g.shape[-1])
         margin = strength * self.margin
-        kernels.residency(signal, g, x.places, demand, resident, capacity, self.pinned, margin, decay, S)
+        kernels.residency(signal, g, x.position, demand, resident, capacity, self.pinned, margin, decay, S)
         return {"demand": demand, "resident": resident}
 
 
@@ -232,7 +225,7 @@ class Rent(_Resident):
         missed, resident = remembered(state, "missed", logits), remembered(state, "resident", logits, np.bool_)
         unused = remembered(state, "unused", logits, np.int64)
         capacity = min(self.capacity, g.shape[-1])
-        kernels.rent(g, x.places, missed, unused, resident, capacity, strength * self.price, S)
+        kernels.rent(g, x.position, missed, unused, resident, capacity, strength * self.price, S)
         return {"missed": missed, "unused": unused, "resident": resident}
 
 
@@ -255,7 +248,7 @@ class Siblings(Scanned):
         since = remembered(state, "since", logits[..., :1], np.int64)
         # Without a budget none can win by enough.
         rest, margin = (math.ceil(round(1 / self.budget, 6)), self.margin) if self.budget else (1, math.inf)
-        kernels.siblings(g, x.places, resident, since, self.capacity, margin, rest, S)
+        kernels.siblings(g, x.position, resident, since, self.capacity, margin, rest, S)
         return {"resident": resident, "since": since}
 
 
@@ -270,5 +263,5 @@ class Segment(Scanned):
 
     def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
         total, chosen = remembered(state, "total", logits), remembered(state, "chosen", logits, np.bool_)
-        kernels.segment(logits, g, x.places, total, chosen, self.window, S)
+        kernels.segment(logits, g, x.position, total, chosen, self.window, S)
         return {"total": total, "chosen": chosen}
