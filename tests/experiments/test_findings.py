@@ -163,7 +163,9 @@ def test_uniform_gates_are_named():
 
 def test_ablations_do_not_pass_for_the_papers_rows():
     ablation = a_run({"name": "soft", "lam": 0.5, "mu": 0.0}, switch_rate=0.01, utilisation_entropy=0.1)
-    verdicts = found([*GOOD, ablation])
+    no_consistency = {"name": "soft_hard", "lam": 0.0, "alpha": 1.0}
+    anchor = a_run(no_consistency, switch_rate=0.01, utilisation_entropy=0.1)
+    verdicts = found([*GOOD, ablation, anchor])
     assert verdicts["5"].verdict == verdicts["6"].verdict == "holds"
     assert "without L_bal: 0.100 bits" in verdicts["Does the balance loss prevent collapse?"].text
 

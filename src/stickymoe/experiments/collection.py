@@ -101,8 +101,8 @@ class Row:
 
     @property
     def ablation(self) -> bool:
-        """Whether a setting was changed that the paper's rows leave alone."""
-        return any(not f.metadata.get("always") for f, _ in self.variant.shown())
+        """Whether a setting was changed that the paper's rows leave alone, or one that they have was switched off."""
+        return any(value == 0 or not f.metadata.get("always") for f, value in self.variant.shown())
 
     @property
     def complete(self) -> tuple[Run, ...]:
@@ -350,10 +350,11 @@ def _rows(runs: list[Run]) -> tuple[Row, ...]:
     return tuple(sorted((Row.of(members) for members in rows.values()), key=_paper_order))
 
 
-def _paper_order(row: Row) -> tuple[int, int, list[float], str]:
+def _paper_order(row: Row) -> tuple[int, bool, list[float], str]:
     """By name, the paper's own rows before ablations, then by strength."""
     names = list(dict.fromkeys([settings["variant"]["name"] for settings in PAPER_ROWS] + list(variant_names())))
     place = names.index(row.variant.name) if row.variant.name in names else len(names)  # combinations come last
-    shown = row.variant.shown()
-    strengths = [float(value) for f, value in shown if f.metadata.get("always") and isinstance(value, int | float)]
-    return place, len(shown) - len(strengths), strengths, row.variant.key
+    strengths = [
+        float(value) for f, value in row.variant.shown() if f.metadata.get("always") and isinstance(value, int | float)
+    ]
+    return place, row.ablation, strengths, row.variant.key

@@ -123,14 +123,14 @@ def of_the_paper(row: Row) -> bool:
 
 
 def dominators(found: Sequence[Point], capacity: int) -> dict[str, Point | None]:
-    """For each of the paper's rows, the point past the paper that beats it and keeps most; None if none does."""
+    """For each of the paper's rows, no ablations, the point past it that beats it and keeps most, or None."""
     ours = [point for point in found if not of_the_paper(point.row) and point.row.variant.name != "vanilla"]
     return {
         point.row.label: max(
             (other for other in ours if other.beats(point, capacity)), key=lambda p: p.kept.mean, default=None
         )
         for point in found
-        if of_the_paper(point.row)
+        if of_the_paper(point.row) and not point.row.ablation
     }
 
 
