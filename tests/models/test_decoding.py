@@ -174,3 +174,41 @@ def test_documents_that_fit_are_taken_in_a_row_of_any_length(variant):
     model, tokens = lively(variant), random_tokens(8, 1, 20)
     doc = torch.tensor([[0] * 10 + [1] * 10])
     assert_apart(model, tokens, doc)
+
+
+# What cannot be gone on with
+
+
+def test_tokens_that_are_none_are_refused():
+    with pytest.raises(StickyError, match="at least one sequence"):
+        lively("vanilla")(torch.zeros(1, 0, dtype=torch.long))
+
+
+def test_padding_is_refused_beside_a_cache():
+    model, tokens = lively("vanilla"), random_tokens(0, 1, 5)
+    mask = torch.tensor([[True, True, True, True, False]])
+    assert model(tokens, mask=mask).logits.shape[1] == 5
+    with pytest.raises(StickyError, match="mask: got padding with a cache"):
+        model(tokens, mask=mask, cache=DecodeCache.empty(SIZES.n_layers))
+
+
+@pytest.mark.parametrize("at_first", [True, False])
+def test_documents_are_given_always_or_never(at_first):
+    model, tokens, cache = lively("vanilla"), random_tokens(0, 1, 5), DecodeCache.empty(SIZES.n_layers)
+    doc = torch.zeros(1, 4, dtype=torch.long)
+    model(tokens[:, :4], doc=doc if at_first else None, cache=cache)
+    with pytest.raises(StickyError, match="pass doc always or never"):
+        model(tokens[:, 4:], doc=None if at_first else doc[:, :1], cache=cache)
+
+
+def test_a_cache_of_fewer_rows_is_refused():
+    """As when a beam is widened by hand, and the routers' state forgotten."""
+    model, tokens, cache = lively("siblings"), random_tokens(0, 2, 5), DecodeCache.empty(SIZES.n_layers)
+    model(tokens[:, :4], cache=cache)
+    twice = [
+        type(layer)(layer.keys.repeat(2, 1, 1, 1), layer.values.repeat(2, 1, 1, 1), layer.router)
+        for layer in cache.layers
+    ]
+    wide = DecodeCache(layers=twice, position=cache.position.repeat(2, 1), doc=None)
+    with pytest.raises(StickyError, match=r"4 × 1 tokens with positions or state of \[2, 4\] rows, expected 4"):
+        model(tokens[:, 4:].repeat(2, 1), cache=wide)

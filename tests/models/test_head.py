@@ -104,3 +104,12 @@ def test_a_confident_row_keeps_its_small_gradient_under_autocast():
         dh, dweight = torch.autograd.grad(linear_cross_entropy(h, weight, targets), (h, weight))
     assert (dh - exact[1]).norm() < 0.01 * exact[1].norm()
     assert (dweight - exact[2]).norm() < 0.01 * exact[2].norm()
+
+
+def test_what_is_ignored_may_be_anything():
+    h, weight, targets = inputs(5, 3, 7, seed=1)
+    targets[2] = -100
+    expected = linear_cross_entropy(h, weight, targets)
+    with torch.no_grad():
+        h[2] = torch.nan
+    assert linear_cross_entropy(h, weight, targets) == expected == plain_cross_entropy(h, weight, targets)

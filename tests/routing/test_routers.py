@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference
+from stickymoe.errors import StickyError
 from stickymoe.routing.routers import Attended, HardWindow, Hidden, Router, RouterInput, TopK
 from stickymoe.routing.scan import as_numpy
 from stickymoe.routing.trace import document_positions
@@ -279,3 +280,30 @@ def test_of_equal_experts_the_lowest_index_is_chosen(source, choice, N):
     routing = route(x)
     assert torch.equal(routing.S, torch.tensor([0, 1, 2]).expand(2, 6, 3))
     torch.testing.assert_close(routing.w, torch.full((2, 6, 3), 1 / 3))
+
+
+# What compiled loops must not be handed
+
+
+def test_as_many_experts_as_there_are_can_be_chosen_and_no_more():
+    assert Router(D, 4, 4)(router_input(np.random.default_rng(0), 1, 3, dtype=torch.float32)).S.shape == (1, 3, 4)
+    for k in (0, 5):
+        with pytest.raises(StickyError, match=rf"top_k: got {k}, expected 1 … 4"):
+            Router(D, 4, k)
+
+
+def test_positions_of_other_rows_are_refused():
+    x = router_input(np.random.default_rng(0), 3, 4)
+    object.__setattr__(x, "position", x.position[:1])  # past the types, which are checked in tests alone
+    with pytest.raises(StickyError, match=r"3 × 4 tokens with positions or state of \[1\] rows, expected 3"):
+        router(np.random.default_rng(0), 4, 2)(x)
+
+
+def test_a_part_that_is_exchanged_is_used_with_gradient_and_without():
+    rng = np.random.default_rng(0)
+    route, x = router(rng, 6, 2), router_input(rng, 2, 9)
+    route.choice = HardWindow(window=3, beta=10.0)
+    with torch.no_grad():
+        scanned = route(x)
+    assert torch.equal(scanned.S, route(x).S)
+    assert scanned.state.keys() == {"left"}

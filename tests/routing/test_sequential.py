@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_routers import D, inputs, router_input, steps, windowed_logits
 
 import reference
-from stickymoe.errors import ConfigError
+from stickymoe.errors import ConfigError, StickyError
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.table import RouteTable
 from stickymoe.routing.fixed import Hashed, Trajectory
@@ -394,3 +394,41 @@ def test_a_bonus_holds_the_first_choice_and_none_is_top_k():
     x = router_input(np.random.default_rng(0), 1, 3)
     assert Hysteresis(bonus=1.0)(logits, 1, x, {})[1].flatten().tolist() == [0, 0, 1]
     assert Hysteresis(bonus=0.0)(logits, 1, x, {})[1].flatten().tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("part", [{"choice": Residency(capacity=3, margin=0.0, average=0.0)}, {"smooth": Smooth(0.5)}])
+def test_a_text_is_not_gone_on_with_from_nothing(part, gradient):
+    rng = np.random.default_rng(0)
+    route, x = router(rng, **part), router_input(rng, 2, 9)
+    with torch.set_grad_enabled(gradient), pytest.raises(StickyError, match="from position 5 on without the state"):
+        route(steps(x, 5, 9))
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_experts_far_below_the_best_share_alike(gradient):
+    """Residents that the gate gives nothing, in fp32, are still all that can be chosen."""
+    route = Router(2, 3, 2, choice=Residency(capacity=2, margin=1e6, average=0.0))
+    route.gate.weight.data = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    h = torch.tensor([[[1.0, 0.0], [0.0, 150.0], [0.0, 95.0]]], requires_grad=True)
+    x = replace(router_input(np.random.default_rng(0), 1, 3, dtype=torch.float32), h=h, attended=h)
+    with torch.set_grad_enabled(gradient):
+        routing = route(x)
+    assert routing.S.tolist() == [[[0, 1]] * 3]
+    assert torch.equal(routing.w.detach(), torch.full((1, 3, 2), 0.5))
+    if gradient:
+        routing.w[..., 0].sum().backward()
+        assert h.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("part", [Smooth(0.5), SiblingGates(D, N, 3, fast=0.5, slow=0.9)], ids=["smooth", "siblings"])
+def test_what_went_wrong_in_a_document_stays_there(part, gradient):
+    rng = np.random.default_rng(0)
+    doc = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    x = router_input(rng, 1, 6, doc)
+    x.h[0, 1] = torch.nan
+    with torch.set_grad_enabled(gradient):
+        g = router(rng, smooth=part.double())(x).g
+    assert g[0, 1:3].isnan().all()
+    assert not g[0, 3:].isnan().any()

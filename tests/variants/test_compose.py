@@ -1,6 +1,7 @@
 """Variants combined by name: one config, the parts and terms of all, and what cannot be combined refused."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -170,3 +171,10 @@ def test_layers_show_in_label_key_and_flags():
     assert config.variant.layers == (0.0, 1.5)
     assert config.variant.label == "graded+soft λ=0.1 warmup=0.5 layers=0,1.5"
     assert config.variant.key == "graded+soft-lam0.1-warmup0.5-layers0_1.5"
+
+
+def test_a_combination_survives_a_pickle():
+    variant = variant_class("smooth+soft")(decay=0.25, lam=0.3)
+    again = pickle.loads(pickle.dumps(RunConfig(variant=variant))).variant
+    assert again == variant
+    assert type(again) is type(variant)

@@ -156,6 +156,7 @@ class GPT(nn.Module):
         documents; `boundary` marks the first tokens of sentences; `done` is the share of training that is over.
         Targets of −100 do not count.
         """
+        _require_whole(tokens, mask, doc, cache)
         position = self._positions(tokens, doc, cache)
         attention_mask = _attention_mask(tokens, doc, cache)
         x = self.token_embedding(tokens) + self.position_embedding(position)
@@ -208,6 +209,19 @@ class GPT(nn.Module):
                 f"The model sees at most seq_len={self.config.seq_len} tokens, got {int(position.max()) + 1}."
             )
         return position
+
+
+def _require_whole(tokens: Tensor, mask: Tensor | None, doc: Tensor | None, cache: DecodeCache | None) -> None:
+    """Refuse what would be routed and attended to as something else."""
+    if tokens.numel() == 0:
+        raise ConfigError(f"tokens: got {list(tokens.shape)}, expected at least one sequence of one token.")
+    if cache is None:
+        return
+    if mask is not None and not bool(mask.all()):
+        raise ConfigError("mask: got padding with a cache, which would be gone on from; decode rows of equal length.")
+    if cache.position is not None and (doc is None) != (cache.doc is None):
+        with_, without = ("the cache", "these tokens") if doc is None else ("these tokens", "the cache")
+        raise ConfigError(f"doc: {with_} have documents and {without} none; pass doc always or never.")
 
 
 def _stack(routed: list[Routing], mask: Tensor, doc: Tensor | None, boundary: Tensor | None) -> RoutingTrace | None:

@@ -99,4 +99,8 @@ def _loss_and_gradients(
     if bool(lost.any()):  # p of the target underflowed: these few rows by their logarithm
         exact = torch.mm(h[lost], weight.t()).to(wide).log_softmax(1)
         nats[lost] = -exact.gather(1, safe[lost])
-    return (nats * scale).sum(), dh, None if dweight is None else dweight.to(weight.dtype)
+    return (
+        torch.where(counts[:, None], nats * scale, scale).sum(),
+        dh,
+        None if dweight is None else dweight.to(weight.dtype),
+    )

@@ -33,7 +33,7 @@ class Experts(nn.Module):
         self.families = families
 
     def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
-        """eq:moe_output, on the fast path or the plain one; both give the same."""
+        """eq:moe_output, on the fast path or the plain one; both give the same, up to rounding."""
         weights: list[Tensor] = [self.up, self.up_bias, self.down, self.down_bias]
         if self.families is not None:
             weights = [_SharedGradient.apply(p, self.families) for p in weights]  # type: ignore[no-untyped-call]

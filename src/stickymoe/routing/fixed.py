@@ -45,7 +45,7 @@ class Trajectory(Scanned):
                 raise ConfigError("variant.sentence: this text comes without sentence borders, pass boundary.")
             starts = starts | as_numpy(x.boundary)
         keys = np.empty_like(x.position)
-        before = remembered(state, "key", keys[..., None])  # not read at first: a text's start is a span's start
+        before = remembered(state, "key", x.position, 1, keys.dtype)  # not read at first, where a span starts
         kernels.carried(as_numpy(x.tokens), starts, before, keys)
         kernels.hashed(keys, g, 0, S)
         return {"key": keys[:, -1:].copy()}

@@ -98,17 +98,18 @@ def top_k(g: Any, S: Any) -> None:
             _heaviest(g[b, t], every, left, S[b, t])
 
 
-@njit(cache=True, error_model="numpy")
-def combine(g: Any, S: Any, w: Any) -> None:
-    """The gate probabilities of the selected experts, renormalised."""
+@njit(cache=True)
+def combine(g: Any, S: Any, least: float, w: Any) -> None:
+    """The gate probabilities of the selected experts, `least` where they are less, renormalised."""
     B, T, k = S.shape
     for b in range(B):
         for t in range(T):
             total = 0.0
             for slot in range(k):
-                total += g[b, t, S[b, t, slot]]
+                w[b, t, slot] = max(g[b, t, S[b, t, slot]], least)
+                total += w[b, t, slot]
             for slot in range(k):
-                w[b, t, slot] = g[b, t, S[b, t, slot]] / total
+                w[b, t, slot] /= total
 
 
 @njit(cache=True)
@@ -183,25 +184,26 @@ def residency(
 
 @njit(cache=True)
 def sibling_logits(
-    a: Any, b: Any, position: Any, fast: Any, slow: Any, capacity: int, d: float, s: float, out: Any
+    families: Any, own: Any, position: Any, fast: Any, slow: Any, capacity: int, d: float, s: float, out: Any
 ) -> None:
-    """The average with decay d of a's mean over each family i mod C, and that of b with decay s, added up.
+    """The average with decay d of the mean over each family i mod C, and that of `own` with decay s, added up.
 
     The averages `fast` and `slow` [B, N] are brought up to date.
     """
-    B, T, N = a.shape
-    for row in range(B):
+    B, T, N = own.shape
+    for b in range(B):
         for t in range(T):
-            old = 0.0 if position[row, t] == 0 else 1.0
+            start = position[b, t] == 0
             for slot in range(min(capacity, N)):
                 total, members = 0.0, 0
                 for i in range(slot, N, capacity):
-                    total += a[row, t, i]
+                    total += families[b, t, i]
                     members += 1
+                mean = total / members
                 for i in range(slot, N, capacity):
-                    fast[row, i] = old * d * fast[row, i] + (1.0 - old * d) * (total / members)
-                    slow[row, i] = old * s * slow[row, i] + (1.0 - old * s) * b[row, t, i]
-                    out[row, t, i] = fast[row, i] + slow[row, i]
+                    fast[b, i] = mean if start else d * fast[b, i] + (1.0 - d) * mean
+                    slow[b, i] = own[b, t, i] if start else s * slow[b, i] + (1.0 - s) * own[b, t, i]
+                    out[b, t, i] = fast[b, i] + slow[b, i]
 
 
 @njit(cache=True)

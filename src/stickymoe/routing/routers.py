@@ -4,8 +4,8 @@ A router is a gate among three exchangeable parts: a `Source` says what the gate
 logits, a `Choice` turns them into gate probabilities and experts. All work on a whole sequence or on its continuation,
 token by token, with the same outcome: `state` carries across calls what the next tokens need, and starts as None.
 
-Where no gradient is wanted, and a token's worth of routing is a few microseconds beside calls into torch that take
-more, filters and choices that can `scan` do the same on arrays, in compiled loops.
+On the CPU and without gradient, filters and choices that have a `scan` do the same on arrays, in compiled loops: for
+one token, calls into torch would cost more than the routing.
 
 B sequences, T tokens, d width, N experts, k experts per token.
 """
@@ -23,11 +23,12 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stickymoe.errors import ConfigError, require
 from stickymoe.routing import kernels
 from stickymoe.routing.scan import as_numpy, as_tensor, remembered, softmax
 from stickymoe.routing.trace import combine_weights, top_k_experts
 
-State = dict[str, Shaped[np.ndarray, "B ..."]]
+State = dict[str, Shaped[np.ndarray, ...]]  # the rows of a batch first
 
 
 @dataclass(frozen=True)
@@ -80,30 +81,12 @@ class Filter(Protocol):
 
 
 @runtime_checkable
-class ScanningFilter(Filter, Protocol):
-    """A filter that can do without tensors."""
-
-    def scan(
-        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
-    ) -> tuple[Float[np.ndarray, "B T N"], State]: ...
-
-
-@runtime_checkable
 class Choice(Protocol):
     """How logits become gate probabilities and experts."""
 
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], State]: ...
-
-
-@runtime_checkable
-class ScanningChoice(Choice, Protocol):
-    """A choice that can do without tensors."""
-
-    def scan(
-        self, logits: Float[np.ndarray, "B T N"], k: int, x: RouterInput, state: State
-    ) -> tuple[Float[np.ndarray, "B T N"], Int[np.ndarray, "B T k"], State]: ...
 
 
 class Hidden:
@@ -121,7 +104,10 @@ class Attended:
 
 
 class Scanned(ABC):
-    """g = softmax(ℓ), and a choice of experts that comes from a compiled loop."""
+    """g = softmax(ℓ), and a choice of experts that comes from a compiled loop, on tensors or on arrays.
+
+    Who overrides one of `__call__` and `scan` overrides both.
+    """
 
     def __call__(
         self, logits: Float[Tensor, "B T N"], k: int, x: RouterInput, state: State
@@ -182,7 +168,7 @@ class HardWindow:
     def _bonus(
         self, logits: Float[np.ndarray, "B T N"], k: int, x: RouterInput, state: State
     ) -> tuple[Float[np.ndarray, "B T N"], State]:
-        left = remembered(state, "left", logits, np.int64)
+        left = remembered(state, "left", x.position, logits.shape[-1], np.int64)
         bonus = np.empty_like(logits)
         kernels.window_bonus(softmax(logits), x.position, left, k, self.window, self.beta, bonus)
         return bonus, {"left": left}
@@ -230,45 +216,52 @@ class Router(nn.Module):
         gate_only: bool = False,
     ) -> None:
         super().__init__()
+        require(1 <= top_k <= n_experts, "top_k", top_k, f"1 … {n_experts} (the number of experts)")
         self.gate = nn.Linear(d_model, n_experts, bias=False)
         self.top_k = top_k
         self.source = source or Hidden()
         self.filter = filter or Unfiltered()
         self.choice = choice or TopK()
         self.gate_only = gate_only
-        self.scanning: tuple[ScanningFilter, ScanningChoice] | None = None
-        if isinstance(self.filter, ScanningFilter) and isinstance(self.choice, ScanningChoice):
-            self.scanning = self.filter, self.choice
 
     def forward(self, x: RouterInput, state: State | None = None) -> Routing:
         """Route the tokens of `x`, which continue those that `state` remembers."""
         state = state or {}
-        features = self.source(x)
+        _require_rows(x, state)
+        features, filter, choice = self.source(x), self.filter, self.choice
         with _without_autocast(features.device.type):
             logits = gated(features, self.gate)
-            if self.scanning and logits.is_cpu and not torch.is_grad_enabled():
-                return self._scanned(*self.scanning, logits, x, state)
-            logits, filter_state = self.filter(logits, x, state)
-            g, S, choice_state = self.choice(logits, self.top_k, x, state)
+            compiled = logits.is_cpu and not torch.is_grad_enabled()
+            if compiled and hasattr(filter, "scan") and hasattr(choice, "scan"):
+                values, filter_state = filter.scan(as_numpy(logits), x, state)
+                g, S, choice_state = choice.scan(values, self.top_k, x, state)
+                return self._routing(g, S, {**filter_state, **choice_state})
+            logits, filter_state = filter(logits, x, state)
+            g, S, choice_state = choice(logits, self.top_k, x, state)
             g_gate = None
             if self.gate_only:
                 x = replace(x, h=x.h.detach(), attended=x.attended.detach())
-                logits, _ = self.filter(gated(features.detach(), self.gate), x, state)
-                g_gate, _, _ = self.choice(logits, self.top_k, x, state)
+                logits, _ = filter(gated(features.detach(), self.gate), x, state)
+                g_gate, _, _ = choice(logits, self.top_k, x, state)
         return Routing(g=g, S=S, w=combine_weights(g, S), state={**filter_state, **choice_state}, g_gate=g_gate)
 
-    def _scanned(
-        self,
-        filter: ScanningFilter,
-        choice: ScanningChoice,
-        logits: Float[Tensor, "B T N"],
-        x: RouterInput,
-        state: State,
-    ) -> Routing:
-        """The same without gradient, on arrays."""
-        values, filter_state = filter.scan(as_numpy(logits), x, state)
-        probabilities, chosen, choice_state = choice.scan(values, self.top_k, x, state)
-        weights = np.empty(chosen.shape, probabilities.dtype)
-        kernels.combine(probabilities, chosen, weights)
-        g, S, w = (torch.from_numpy(array) for array in (probabilities, chosen, weights))
-        return Routing(g=g, S=S, w=w, state={**filter_state, **choice_state}, g_gate=g if self.gate_only else None)
+    def _routing(self, g: Float[np.ndarray, "B T N"], S: Int[np.ndarray, "B T k"], state: State) -> Routing:
+        """What a scan found, as tensors."""
+        w = np.empty(S.shape, g.dtype)
+        kernels.combine(g, S, np.finfo(g.dtype).tiny, w)
+        gates = torch.from_numpy(g)
+        return Routing(
+            g=gates,
+            S=torch.from_numpy(S),
+            w=torch.from_numpy(w),
+            state=state,
+            g_gate=gates if self.gate_only else None,
+        )
+
+
+def _require_rows(x: RouterInput, state: State) -> None:
+    """Compiled loops do not look where they write."""
+    B, T = x.h.shape[:2]
+    if x.position.shape != (B, T) or any(len(array) != B for array in state.values()):
+        rows = sorted({len(x.position), *(len(array) for array in state.values())})
+        raise ConfigError(f"Router: got {B} × {T} tokens with positions or state of {rows} rows, expected {B}.")

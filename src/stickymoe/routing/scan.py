@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from stickymoe.errors import ConfigError
 from stickymoe.routing import kernels
 
 
@@ -24,13 +25,17 @@ def as_tensor(array: Shaped[np.ndarray, ...], like: Tensor) -> Shaped[Tensor, ..
 
 
 def remembered(
-    state: dict[str, Shaped[np.ndarray, "B N"]], name: str, logits: Shaped[np.ndarray, "B T N"], dtype: Any = None
-) -> Shaped[np.ndarray, "B N"]:
-    """A copy of what `state` knows under that name, for a kernel to go on with; zeros at first."""
+    state: dict[str, Shaped[np.ndarray, ...]], name: str, position: Int[np.ndarray, "B T"], width: int, dtype: Any
+) -> Shaped[np.ndarray, "B width"]:
+    """A copy of what `state` knows under that name, for a kernel to go on with; zeros where a text begins."""
     if name in state:
         return state[name].copy()
-    B, _, N = logits.shape
-    return np.zeros((B, N), dtype or logits.dtype)
+    if position[:, 0].any():
+        raise ConfigError(
+            f"Router: got tokens from position {position[:, 0].max()} on without the state of those before them; "
+            "pass it, or begin at 0."
+        )
+    return np.zeros((len(position), width), dtype)
 
 
 def softmax(logits: Float[np.ndarray, "B T N"]) -> Float[np.ndarray, "B T N"]:

@@ -1,4 +1,4 @@
-"""Router parts in which a token's outcome needs the one before: compiled scans of O(B·T·N) time and memory.
+"""Router parts in which a token's outcome needs the one before: compiled scans, of O(B·T·N) memory.
 
 The scans run on the CPU; logits of another device go there and back, which are N numbers a token.
 B sequences, T tokens, N experts, k experts per token.
@@ -40,16 +40,27 @@ class Smooth(nn.Module):
     def forward(
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
-        decay = self._decay()
-        scan = self._average(as_numpy(logits), x, state, decay)
-        smooth = _Average.apply(logits, decay, as_tensor(scan[-1], logits), scan)  # type: ignore[no-untyped-call]
-        return smooth, {self.name: scan[-1][:, -1].copy()}
+        values = as_numpy(logits)
+        before, out = self._averaged(values, x, state)
+        smooth = _Average.apply(  # type: ignore[no-untyped-call]
+            logits, self._decay(), as_tensor(out, logits), (values, x.position, before, out)
+        )
+        return smooth, {self.name: out[:, -1].copy()}
 
     def scan(
         self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[np.ndarray, "B T N"], State]:
-        *_, out = self._average(logits, x, state, self._decay())
+        _, out = self._averaged(logits, x, state)
         return out, {self.name: out[:, -1].copy()}
+
+    def _averaged(
+        self, values: Float[np.ndarray, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[np.ndarray, "B N"], Float[np.ndarray, "B T N"]]:
+        """The average before these tokens, and after each of them."""
+        before = remembered(state, self.name, x.position, values.shape[-1], values.dtype)
+        out = np.empty_like(values)
+        kernels.average(values, x.position, before, _number(self._decay()), out)
+        return before, out
 
     def _decay(self) -> Tensor | float:
         if self.decay_bias is None:
@@ -57,13 +68,9 @@ class Smooth(nn.Module):
         bias = self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32))
         return (bias + math.log(self.decay / (1 - self.decay))).sigmoid()
 
-    def _average(self, values: Any, x: RouterInput, state: State, decay: Tensor | float) -> tuple[Any, ...]:
-        """What went into kernels.average, and last what came out."""
-        before = state[self.name] if self.name in state else np.zeros_like(values[:, 0])
-        number = decay.item() if isinstance(decay, Tensor) else decay
-        scan = (values, x.position, before, number, np.empty_like(values))
-        kernels.average(*scan)
-        return scan
+
+def _number(x: Tensor | float) -> float:
+    return x.item() if isinstance(x, Tensor) else x
 
 
 class TwoSpeed(nn.Module):
@@ -94,49 +101,47 @@ class SiblingGates(nn.Module):
     """
 
     same: Tensor
-    size: Tensor
 
     def __init__(self, d_model: int, n_experts: int, capacity: int, *, fast: float, slow: float) -> None:
         super().__init__()
         self.gate = nn.Linear(d_model, n_experts, bias=False)
-        self.capacity, self.d, self.s = capacity, fast, slow
+        self.capacity = capacity
         self.fast, self.slow = Smooth(fast, name="fast"), Smooth(slow, name="slow")
         family = torch.arange(n_experts) % capacity
-        same = (family[:, None] == family).float()
-        self.register_buffer("same", same, persistent=False)  # [N, N], ones and zeros in any precision
-        self.register_buffer("size", same.sum(0), persistent=False)
+        self.register_buffer("same", family[:, None] == family, persistent=False)  # [N, N]
 
     def forward(
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
-        a, fast = self.fast(logits @ self.same.to(logits.dtype) / self.size.to(logits.dtype), x, state)
+        same = self.same.to(logits.dtype)
+        a, fast = self.fast(logits @ same / same.sum(0), x, state)
         b, slow = self.slow(gated(x.h, self.gate), x, state)
         return a + b, {**fast, **slow}
 
     def scan(
         self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[np.ndarray, "B T N"], State]:
-        b = as_numpy(gated(x.h, self.gate))
-        fast, slow = remembered(state, "fast", logits), remembered(state, "slow", logits)
-        out = np.empty_like(logits)
-        kernels.sibling_logits(logits, b, x.position, fast, slow, self.capacity, self.d, self.s, out)
+        N, d, s = logits.shape[-1], self.fast.decay, self.slow.decay
+        fast, slow = (remembered(state, name, x.position, N, logits.dtype) for name in ("fast", "slow"))
+        own, out = as_numpy(gated(x.h, self.gate)), np.empty_like(logits)
+        kernels.sibling_logits(logits, own, x.position, fast, slow, self.capacity, d, s, out)
         return out, {"fast": fast, "slow": slow}
 
 
 class _Average(torch.autograd.Function):
-    """Gives a finished `scan` of kernels.average its gradient."""
+    """Gives a finished kernels.average its gradient; `arrays` are what went in, and last what came out."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, decay: Tensor | float, smooth: Tensor, scan: tuple[Any, ...]) -> Tensor:
-        ctx.scan = scan
+    def forward(ctx: Any, logits: Tensor, decay: Tensor | float, smooth: Tensor, arrays: tuple[Any, ...]) -> Tensor:
+        ctx.arrays, ctx.decay = arrays, _number(decay)
         return smooth.view_as(smooth)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, position, before, decay, out = ctx.scan
+        x, position, before, out = ctx.arrays
         dx = np.empty_like(x)
-        by_decay = kernels.average_backward(as_numpy(grad), x, position, before, decay, out, dx)
+        by_decay = kernels.average_backward(as_numpy(grad), x, position, before, ctx.decay, out, dx)
         return as_tensor(dx, grad), grad.new_tensor(by_decay) if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -147,7 +152,7 @@ class Hysteresis(Scanned):
     bonus: float
 
     def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
-        chosen = remembered(state, "chosen", logits, np.bool_)
+        chosen = remembered(state, "chosen", x.position, g.shape[-1], np.bool_)
         kernels.hysteresis(logits, g, x.position, chosen, self.bonus, S)
         return {"chosen": chosen}
 
@@ -201,7 +206,8 @@ class Residency(_Resident):
 
     def _scan_residents(self, logits: Any, g: Any, x: RouterInput, strength: float, state: State, S: Any) -> State:
         signal = g if self.average else logits
-        demand, resident = remembered(state, "demand", logits), remembered(state, "resident", logits, np.bool_)
+        demand = remembered(state, "demand", x.position, g.shape[-1], g.dtype)
+        resident = remembered(state, "resident", x.position, g.shape[-1], np.bool_)
         decay = 1 - (1 - self.average) ** strength  # the logarithm of the memory 1/(1−d) grows evenly
         capacity = min(self.capacity, g.shape[-1])
         margin = strength * self.margin
@@ -222,8 +228,9 @@ class Rent(_Resident):
     price: float
 
     def _scan_residents(self, logits: Any, g: Any, x: RouterInput, strength: float, state: State, S: Any) -> State:
-        missed, resident = remembered(state, "missed", logits), remembered(state, "resident", logits, np.bool_)
-        unused = remembered(state, "unused", logits, np.int64)
+        missed = remembered(state, "missed", x.position, g.shape[-1], g.dtype)
+        unused = remembered(state, "unused", x.position, g.shape[-1], np.int64)
+        resident = remembered(state, "resident", x.position, g.shape[-1], np.bool_)
         capacity = min(self.capacity, g.shape[-1])
         kernels.rent(g, x.position, missed, unused, resident, capacity, strength * self.price, S)
         return {"missed": missed, "unused": unused, "resident": resident}
@@ -244,8 +251,8 @@ class Siblings(Scanned):
 
     def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
         _require_room(self.capacity, S)
-        resident = remembered(state, "resident", logits, np.bool_)
-        since = remembered(state, "since", logits[..., :1], np.int64)
+        resident = remembered(state, "resident", x.position, g.shape[-1], np.bool_)
+        since = remembered(state, "since", x.position, 1, np.int64)
         # Without a budget none can win by enough.
         rest, margin = (math.ceil(round(1 / self.budget, 6)), self.margin) if self.budget else (1, math.inf)
         kernels.siblings(g, x.position, resident, since, self.capacity, margin, rest, S)
@@ -262,6 +269,7 @@ class Segment(Scanned):
     window: int
 
     def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
-        total, chosen = remembered(state, "total", logits), remembered(state, "chosen", logits, np.bool_)
+        total = remembered(state, "total", x.position, g.shape[-1], g.dtype)
+        chosen = remembered(state, "chosen", x.position, g.shape[-1], np.bool_)
         kernels.segment(logits, g, x.position, total, chosen, self.window, S)
         return {"total": total, "chosen": chosen}

@@ -22,8 +22,11 @@ def top_k_experts(scores: Float[Tensor, "*batch N"], k: int) -> Int[Tensor, "*ba
 
 
 def combine_weights(g: Float[Tensor, "*batch N"], S: Int[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
-    """The gate probabilities of the selected experts, renormalised."""
-    chosen = g.gather(-1, S)
+    """The gate probabilities of the selected experts, renormalised.
+
+    A router may choose experts so far below the best that the softmax gives them 0; they share alike.
+    """
+    chosen = g.gather(-1, S).clamp(min=torch.finfo(g.dtype).tiny)
     return chosen / chosen.sum(-1, keepdim=True)
 
 

@@ -9,6 +9,7 @@ import functools
 import re
 from dataclasses import dataclass, fields
 from itertools import combinations
+from typing import Any
 
 from stickymoe.errors import ConfigError
 from stickymoe.variants.base import Gated, Variant, variant_class
@@ -33,8 +34,14 @@ def combined(names: tuple[str, ...]) -> type[Variant]:
         "equation": ";  ".join(cls.equation for cls in classes),
         "__doc__": _doc(classes),
         "__module__": __name__,
+        "__reduce__": lambda self: (_again, (whole, {f.name: getattr(self, f.name) for f in fields(self)})),
     }
     return dataclass(frozen=True)(type(whole, tuple(classes), members))
+
+
+def _again(name: str, settings: dict[str, Any]) -> Variant:
+    """A combination from a pickle, where its class has no name that could be imported."""
+    return variant_class(name)(**settings)
 
 
 def _refuse_clash(whole: str, one: type[Variant], other: type[Variant]) -> None:
