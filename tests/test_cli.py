@@ -177,6 +177,7 @@ BAD_FLAGS = [
     ("--variant.lam 0.1", r"'--variant\.lam'"),  # vanilla has none
     ("--trian.steps 3", r"'--trian\.steps'.*Did you mean '--train\.steps'"),
     ("--whatever", r"Unknown setting '--whatever'"),
+    ("--varaint soft", r"'--varaint'.*Did you mean '--variant'"),
     ("surplus", r"'surplus'"),
     ("--train.steps abc", r"train\.steps: got '?abc'?, expected (an )?(int|whole)"),
     ("--train.steps 1.5", r"train\.steps: got '?1\.5'?, expected (an )?(int|whole)"),

@@ -71,6 +71,16 @@ def _parser(command: str, description: str) -> _Parser:
     )
 
 
+def _require_settings(parser: _Parser, flags: list[str]) -> None:
+    """What is no option of the command must be a setting: a dot in its name, or the seed, or a whole section."""
+    settings = ("--seed", "--data", "--model", "--variant", "--train", "--eval")
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name.startswith("--") and "." not in name and name not in settings:
+            options = [option for action in parser._actions for option in action.option_strings if len(option) > 2]
+            raise StickyError(unknown("setting", name, [*options, "--seed"], or_else=f"See {parser.prog} --help."))
+
+
 def _train(argv: list[str]) -> None:
     from stickymoe.runs.presets import PRESETS, RECOMMENDED
 
@@ -78,7 +88,12 @@ def _train(argv: list[str]) -> None:
     options = parser.add_argument_group("run")
     options.add_argument("-h", "--help", action="store_true", help="show this help and exit")
     options.add_argument("--preset", metavar="NAME", help=f"settings to start from: {', '.join(PRESETS)}")
-    options.add_argument("--variant", "--variant.name", metavar="NAME", help="what to train; see stickymoe variants")
+    options.add_argument(
+        "--variant",
+        "--variant.name",
+        metavar="NAME",
+        help="what to train; stickymoe variants lists them, --variant NAME --help tells the settings of one",
+    )
     options.add_argument(
         "--recommended",
         action="store_true",
@@ -92,6 +107,7 @@ def _train(argv: list[str]) -> None:
     options.add_argument("--quiet", action="store_true", help="no progress display")
     options.add_argument("--print_config", action="store_true", help="print the whole config as YAML and exit")
     args, flags = parser.parse_known_args(argv)
+    _require_settings(parser, flags)
     if args.help:
         _print_train_help(parser, args.preset, RECOMMENDED["name"] if args.recommended else args.variant)
         return
@@ -194,6 +210,7 @@ def _sweep(argv: list[str]) -> None:
     from stickymoe.experiments.grids import GRIDS
 
     parser = _parser("sweep", "Carry out every run of a grid, one process per core.")
+    parser.epilog = "Any setting of stickymoe train, such as --data.path DIR, is laid over every run."
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("grid", metavar="GRID", help=f"{', '.join(GRIDS)}, or a YAML file")
     parser.add_argument("--seeds", type=_numbers, default=[42], metavar="LIST", help="separated by commas (default 42)")
@@ -202,6 +219,9 @@ def _sweep(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the runs (default runs/GRID)")
     parser.add_argument("--dry_run", action="store_true", help="list the runs and exit")
     args, flags = parser.parse_known_args(argv)
+    _require_settings(parser, flags)
+    if any(flag.partition("=")[0] == "--seed" for flag in flags):
+        raise StickyError("--seed: a sweep takes --seeds, as in --seeds 42,43.")
 
     from stickymoe.experiments.grids import chosen_rows, configs, load_grid
     from stickymoe.experiments.sweep import plan, sweep
@@ -478,9 +498,8 @@ def _trace_convert(argv: list[str]) -> None:
     table = read_foreign(args.source, args.format)
     save_table(table, args.out)
     L, B, T, k = table.S.shape
-    print(
-        f"{args.out}: {L} layers, {B} × {T} tokens ({int(table.mask.sum())} whole), {table.n_experts} experts, top-{k}"
-    )
+    whole = int(table.mask.sum())
+    print(f"{args.out}: {L} layers, {B} × {T} tokens ({whole} whole), {table.n_experts} experts, top-{k}")
 
 
 def _trace_make(argv: list[str]) -> None:
@@ -492,7 +511,12 @@ def _trace_make(argv: list[str]) -> None:
     for f in dataclasses.fields(Synthetic):
         parser.add_argument(f"--{f.name}", type=type(f.default), default=f.default, help=f"(default {f.default})")
     args = vars(parser.parse_args(argv))
-    make_trace(args.pop("out"), Synthetic(**args))
+    out, asked = args.pop("out"), Synthetic(**args)
+    make_trace(out, asked)
+    print(
+        f"{out}: {asked.n_layers} layers, {asked.sequences} × {asked.length} tokens, {asked.n_experts} experts, "
+        f"top-{asked.top_k}"
+    )
 
 
 def _numbers(text: str) -> list[int]:

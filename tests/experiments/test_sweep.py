@@ -105,10 +105,21 @@ def test_dry_run_lists_and_does_nothing(tmp_path, corpus, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("arguments", [["cpu-smal"], ["demo", "--seeds", "a"], ["demo", "--jobs", "0"], []])
-def test_bad_input_is_one_line_and_exit_code_2(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["cpu-smal"], "Did you mean 'cpu-small'"),
+        (["demo", "--seeds", "a"], "'a'"),
+        (["demo", "--jobs", "0"], "--jobs: got 0"),
+        (["demo", "--dry-run"], "Did you mean '--dry_run'"),
+        (["demo", "--seed", "43"], "a sweep takes --seeds"),
+        ([], "GRID"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, says, capsys):
     assert main(["sweep", *arguments]) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

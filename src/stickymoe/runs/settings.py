@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from argparse import ArgumentError
+from argparse import SUPPRESS, ArgumentError
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,11 @@ def config_parser(variant: str, preset: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False, add_help=False, usage="")
     for name, section in _SECTIONS.items():
         parser.add_class_arguments(section, name)
-    parser.add_argument("--variant.name", type=str, default=variant, help="set by --variant")
+    parser.add_argument("--variant.name", type=str, default=variant, help=SUPPRESS)  # the command's own --variant
     parser.add_class_arguments(variant_class(variant), "variant")
+    for action in parser._actions:
+        if action.option_strings == ["--variant"]:  # a YAML file of its settings, where it has any
+            action.help = SUPPRESS
     parser.add_argument("--seed", type=int, default=RunConfig().seed, help="of initial weights and batch order")
     if preset is not None:
         parser.set_defaults(_flat(preset_settings(preset)))

@@ -228,4 +228,5 @@ def variant_class(name: str) -> type[Variant]:
 
 
 def variant_names() -> tuple[str, ...]:
-    return tuple(_REGISTRY)
+    """Vanilla, then the others by name."""
+    return tuple(sorted(_REGISTRY, key=lambda name: (name != "vanilla", name)))
