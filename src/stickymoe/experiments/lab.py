@@ -20,9 +20,11 @@ from stickymoe.locality.cache import INFORMED, ONLINE, POLICIES
 from stickymoe.locality.devices import Device
 from stickymoe.locality.formats import open_trace
 from stickymoe.locality.latency import (
+    BLAMELESS,
     Answer,
     Point,
     Weights,
+    avoidable,
     in_bytes,
     in_slots,
     in_speed,
@@ -172,7 +174,7 @@ class LabReport:
 
     @cached_property
     def words(self) -> str:
-        """The plain answer, at the smallest capacity that tells policies apart."""
+        """The plain answer, where a better policy would help most, or else with the fewest slots that tell."""
         if self.access.prefetch is not None:
             return "Belady bounds policies that load on demand, so it is not shown beside prefetch"
         if "belady" not in self.results:
@@ -183,11 +185,14 @@ class LabReport:
         found = [c for c in sorted(self.results["belady"]) if c > enough or c >= self.entries]
         if not found:
             return f"up to {enough} slots do not tell policies apart: add a larger capacity"
-        rates = {policy: by[found[0]].miss_rate for policy, by in self.results.items()}
+        rates_at = {c: {policy: by[c].miss_rate for policy, by in self.results.items()} for c in found}
+        capacity = max(found, key=lambda c: avoidable(rates_at[c]))
+        if avoidable(rates_at[capacity]) <= BLAMELESS:
+            capacity = found[0]
         cold = simulate(table, capacity=self.entries, access=self.access).miss_rate
         within = float(figures.working_set(table, [16]).mean())
-        n_caches = len(self.results["belady"][found[0]].caches)
-        return verdict(in_slots(str(found[0]), n_caches), rates, cold=cold, working_set=within)
+        n_caches = len(self.results["belady"][capacity].caches)
+        return verdict(in_slots(str(capacity), n_caches), rates_at[capacity], cold=cold, working_set=within)
 
     def as_dict(self) -> dict[str, Any]:
         access, prefetch = self.access, self.access.prefetch
