@@ -94,7 +94,8 @@ The model uses rows sorted by expert, with one product per expert and matrix.
 
 ![Tokens per second against sequence length, experts and vocabulary](growth.svg)
 
-{growth(record)}"""
+{growth(record)}
+Another race than those above, with fewer rounds: compare within the table."""
 
 
 def replay_section(record: dict[str, Any]) -> str:
@@ -140,18 +141,25 @@ def report_section(record: dict[str, Any]) -> str:
 
 def routers_section(record: dict[str, Any]) -> str:
     """What each variant adds to a training step and to a decoded token, with 4 and with 16 experts."""
-    races = record["routers"]
-    kinds = {"training": 0.03, "decoding": 0.01}
-    columns = [(race, kind) for kind in kinds for race in races]
+    races, environment = record["routers"], record["environment"]
+    goals = {"training": 0.03, "decoding": 0.01}
+    columns = [(race, kind) for kind in goals for race in races]
+    variants = [variant for variant in races[0]["training"]["added"] if variant != "vanilla"]
     rows = []
-    for variant in races[0]["training"]["added"]:
-        if variant != "vanilla":
-            added = [race[kind]["added"][variant]["added"] for race, kind in columns]
-            rows.append([f"`{variant}`", *(f"{share:+.2%}" for share in added)])
+    for variant in variants:
+        found = [race[kind]["added"].get(variant) for race, kind in columns]
+        cells = [f"{row['added']:+.2%} ± {row['spread']:.2%}" if row else "vanilla's router" for row in found]
+        rows.append([f"`{variant}`", *cells])
     over = {
-        kind: sum(any(race[kind]["added"][row[0].strip("`")]["added"] > most for race in races) for row in rows)
-        for kind, most in kinds.items()
+        kind: [
+            f"`{variant}`"
+            for variant in variants
+            if any(row["added"] > goal for race in races if (row := race[kind]["added"].get(variant)))
+        ]
+        for kind, goal in goals.items()
     }
+    told = {kind: ", ".join(names) or "none" for kind, names in over.items()}
+    noise = max(abs(row["added"]) for race in races for name, row in race["decoding"]["added"].items() if "(" in name)
     token = races[0]["decoding"]["timings"]["decode"]["median_s"] / races[0]["tokens"]
     headings = ["variant", *(f"{kind}, N={race['experts']}" for race, kind in columns)]
     return f"""
@@ -159,9 +167,10 @@ def routers_section(record: dict[str, Any]) -> str:
 
 Its own forward + backward, loss terms included, less vanilla's, over the vanilla training step (target 3 %), and its
 own forward over a decoded token (target 1 %), by `python benchmarks/routers.py` with one thread on
-{record["environment"]["processor"]}. Of {len(rows)} variants {over["training"]} are over the target in training and
-{over["decoding"]} in decoding. A token of this small model is decoded in {token * 1e3:.1f} ms, of which 1 % is a few
-calls into torch for each layer; with larger models the share falls.
+{environment["processor"]}, commit `{(environment["commit"] or "unknown")[:12]}`; ± half the distance of the quartiles
+of its own time. Over the target in training: {told["training"]}; in decoding: {told["decoding"]}. Vanilla's router
+itself, timed three times, is up to {noise:.2%} off its mean in decoding. A token of this small model is decoded in
+{token * 1e3:.1f} ms; with larger models the share of the router falls.
 
 {table(headings, rows)}"""
 

@@ -4,13 +4,15 @@
     python benchmarks/routers.py --only smooth,residency --rounds 3      a quick look without a record
 
 A variant's own work is all layers' routers and its loss terms on hidden states that are there already: 16×256 tokens
-with gradient in training, one token after a prefix of 128 in decoding. Where experts are kin, sharing their gradients
-is part of it. What it adds is its own work less vanilla's.
+with gradient in training, one token after another behind a prefix in decoding. Where experts are kin, sharing their
+gradients is part of it. What it adds is its own work less vanilla's. In decoding, variants that differ from vanilla by
+their losses alone are left out, and vanilla takes part three times: what lies between the three is noise.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,8 @@ from harness import Timing, Work, race, serve, write_record
 
 HERE = Path(__file__)
 B, T, PREFIX, VOCAB = 16, 256, 128, 4096
-TOKENS_AT_ONCE = 50  # one decoded token is too short to be timed
+TOKENS_AT_ONCE = 100  # one decoded token is too short to be timed
+AGAIN = ("vanilla", "vanilla (2)", "vanilla (3)")
 COMBINED = ("residency+smooth", "hysteresis+smooth", "smooth+soft")
 
 
@@ -64,16 +67,16 @@ def decode_step(a: argparse.Namespace) -> Work:
 
     config = config_of(a, "vanilla")
     model = build_model(config, VOCAB)
-    tokens = torch.randint(0, VOCAB, (1, PREFIX), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, VOCAB, (1, PREFIX + TOKENS_AT_ONCE), generator=torch.Generator().manual_seed(0))
     cache = DecodeCache.empty(config.model.n_layers)
     with torch.no_grad():
-        model(tokens, cache=cache)
+        model(tokens[:, :PREFIX], cache=cache)
 
     @torch.no_grad()
     def work() -> None:
         now = DecodeCache(layers=list(cache.layers), position=cache.position, doc=cache.doc)
-        for _ in range(TOKENS_AT_ONCE):
-            model(tokens[:, :1], cache=now)
+        for t in range(PREFIX, PREFIX + TOKENS_AT_ONCE):
+            model(tokens[:, t : t + 1], cache=now)
 
     return work
 
@@ -90,7 +93,7 @@ def _routers(a: argparse.Namespace, variant: str) -> list[Any]:
     return [config.variant.router(site) for site in sites]
 
 
-def _inputs(rows: int, length: int, first: int = 0) -> Any:
+def _inputs(rows: int, length: int) -> Any:
     import numpy as np
     import torch
 
@@ -99,7 +102,7 @@ def _inputs(rows: int, length: int, first: int = 0) -> Any:
     rng = torch.Generator().manual_seed(1)
     h, attended = (torch.randn(rows, length, 128, generator=rng) for _ in range(2))
     tokens = torch.randint(0, VOCAB, (rows, length), generator=rng)
-    position = np.tile(np.arange(first, first + length), (rows, 1))
+    position = np.tile(np.arange(length), (rows, 1))
     return RouterInput(h, attended, tokens, position, boundary=torch.rand(rows, length, generator=rng) < 0.04)
 
 
@@ -144,12 +147,19 @@ def _stacks(config: Any) -> list[tuple[Any, Any]]:
 
 
 def own_decoding(a: argparse.Namespace, variant: str) -> Work:
+    from dataclasses import replace
+
     import torch
 
-    routers = _routers(a, variant)
+    routers, text = _routers(a, variant), _inputs(1, PREFIX + TOKENS_AT_ONCE)
+
+    def part(start: int, stop: int) -> Any:
+        cut = {name: getattr(text, name)[:, start:stop] for name in ("h", "attended", "tokens", "position", "boundary")}
+        return replace(text, **cut)
+
     with torch.no_grad():
-        states = [router(_inputs(1, PREFIX)).state for router in routers]
-    tokens = [_inputs(1, 1, PREFIX + i) for i in range(TOKENS_AT_ONCE)]
+        states = [router(part(0, PREFIX)).state for router in routers]
+    tokens = [part(t, t + 1) for t in range(PREFIX, PREFIX + TOKENS_AT_ONCE)]
 
     @torch.no_grad()
     def work() -> None:
@@ -161,7 +171,7 @@ def own_decoding(a: argparse.Namespace, variant: str) -> Work:
 
 
 def contestant(name: str) -> Callable[[argparse.Namespace], Work]:
-    kind, _, variant = name.partition(" ")
+    kind, _, variant = name.removesuffix(" (2)").removesuffix(" (3)").partition(" ")
     if kind == "step":
         return step
     if kind == "decode":
@@ -171,31 +181,47 @@ def contestant(name: str) -> Callable[[argparse.Namespace], Work]:
 
 
 def added(timings: list[Timing], whole: str, kind: str) -> dict[str, dict[str, float]]:
-    """Each variant's own seconds, and what it adds to `whole` over vanilla's own."""
-    median = {t.name: t.median for t in timings}
-    own = {name.removeprefix(f"{kind} "): s for name, s in median.items() if name.startswith(f"{kind} ")}
+    """Each variant's own seconds and their spread, and what it adds to `whole` over vanilla's own."""
+    by_name = {t.name.removeprefix(f"{kind} "): t for t in timings}
+    step = by_name.pop(whole).median
+    base = statistics.mean(by_name[name].median for name in AGAIN if name in by_name)
     return {
         variant: {
-            "own_s": round(seconds, 6),
-            "of_the_step": round(seconds / median[whole], 4),
-            "added": round((seconds - own["vanilla"]) / median[whole], 4),
+            "own_s": round(t.median, 6),
+            "of_the_step": round(t.median / step, 4),
+            "added": round((t.median - base) / step, 4),
+            "spread": round(t.spread * t.median / step, 4),
         }
-        for variant, seconds in own.items()
+        for variant, t in by_name.items()
     }
+
+
+def same_router(a: argparse.Namespace, variant: str) -> bool:
+    """Whether a variant differs from vanilla by its losses alone."""
+    from stickymoe.routing.routers import Hidden, TopK, Unfiltered
+
+    router = _routers(a, variant)[0]
+    return (type(router.source), type(router.filter), type(router.choice)) == (Hidden, Unfiltered, TopK)
 
 
 def measure(a: argparse.Namespace, variants: list[str]) -> dict[str, Any]:
     result: dict[str, Any] = {"experts": a.experts, "threads": a.threads, "batch": [B, T], "tokens": TOKENS_AT_ONCE}
-    for kind, whole, title in (("training", "step", "training"), ("decoding", "decode", "decoding")):
-        names = [whole, *(f"{kind} {variant}" for variant in variants)]
+    others = [variant for variant in variants if not same_router(a, variant)]
+    for kind, whole, taking_part, rounds, at_once in (
+        ("training", "step", variants, a.rounds, 1),
+        ("decoding", "decode", [*AGAIN, *others], 5 * a.rounds, TOKENS_AT_ONCE),
+    ):
+        names = [whole, *(f"{kind} {variant}" for variant in taking_part)]
         timings = race(
-            HERE, names, threads=a.threads, rounds=a.rounds, arguments=("--experts", str(a.experts)), together=True
+            HERE, names, threads=a.threads, rounds=rounds, arguments=("--experts", str(a.experts)), together=True
         )
         table = added(timings, whole, kind)
-        print(f"\n{title}, {a.experts} experts: a step takes {timings[0].median * 1e3:.1f} ms ±{timings[0].spread:.1%}")
+        step = 1e3 * timings[0].median / at_once
+        print(f"\n{kind}, {a.experts} experts: a step takes {step:.2f} ms ±{timings[0].spread:.1%}")
         print(f"{'':24} {'own ms':>9} {'of the step':>12} {'added':>8}")
         for variant, row in table.items():
-            print(f"{variant:24} {row['own_s'] * 1e3:9.2f} {row['of_the_step']:12.2%} {row['added']:+8.2%}", flush=True)
+            own = 1e3 * row["own_s"] / at_once
+            print(f"{variant:24} {own:9.3f} {row['of_the_step']:12.2%} {row['added']:+8.2%} ±{row['spread']:.2%}")
         result[kind] = {"added": table, "timings": {t.name: t.as_dict() for t in timings}}
     return result
 
