@@ -18,7 +18,6 @@ from stickymoe.runs.settings import config_from
 
 HERE = Path(__file__).parent
 CACHES = (2, 3)
-NOT_RUN = "Not run yet.\n"
 
 
 def main(docs: Path = HERE.parent / "docs") -> None:
@@ -40,45 +39,33 @@ def page(collection: Collection, drawn: Path) -> str:
         (g for g in collection.groups if g.config.train.steps > 1000 and _is(g, experts=4, fraction=1.0)), None
     )
     factbook = find(experts=4, corpus="factbook")
-    parts = [
-        INTRODUCTION,
-        "## The frontier\n",
-        _compared(whole, drawn, "small", CACHES),
-        "## The recommendation\n",
-        _recommended(whole),
-        "## Against the targets\n",
-        _targets(whole, sixteen),
-        "## What each idea taught\n",
-        _lessons((whole, 3), (sixteen, 4)),
-        "## Or simply fewer experts?\n",
-        _fits(whole, find(steps=1000, experts=3, corpus="wikitext-2"), 3) + _fits(sixteen, whole, 4),
-        "## Is every row of the paper beaten?\n",
-        _beaten(whole),
-        "## Sixteen experts, a cache of four\n",
-        _compared(sixteen, drawn, "sixteen", (4,)),
-        "## A longer schedule\n",
-        _compared(longer, drawn, "longer", CACHES),
-        "## Another corpus\n",
-        _compared(factbook, drawn, "factbook", CACHES),
-        "## The screening\n",
-        f"Every method at three strengths, {screen.config.train.steps} steps, one seed: leads, not results.\n"
-        if screen
-        else "",
-        _compared(screen, drawn, "screening", CACHES),
-        "## Does sticky mean topical?\n",
-        _topical(factbook or whole),
-        "## Experts that layers share\n",
-        _shared(collection),
-    ]
-    return "\n".join(part for part in parts if part)
+    sections = {
+        "The frontier": _compared(whole, drawn, "small", CACHES),
+        "The recommendation": _recommended(whole),
+        "Against the targets": _targets(whole, sixteen),
+        "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
+        "Or simply fewer experts?": _fits(whole, find(steps=1000, experts=3, corpus="wikitext-2"), 3)
+        + _fits(sixteen, whole, 4),
+        "Is every row of the paper beaten?": _beaten(whole),
+        "Sixteen experts, a cache of four": _compared(sixteen, drawn, "sixteen", (4,)),
+        "A longer schedule": _compared(longer, drawn, "longer", CACHES),
+        "Another corpus": _compared(factbook, drawn, "factbook", CACHES),
+        "The screening": _screened(screen, drawn),
+        "Does sticky mean topical?": _topical(factbook or whole),
+        "Experts that layers share": _shared(collection),
+    }
+    parts = [INTRODUCTION, *(f"## {title}\n\n{text}" for title, text in sections.items() if text)]
+    if missing := [title for title, text in sections.items() if not text]:
+        parts.append("## Not run yet\n\n" + "".join(f"- {title}\n" for title in missing))
+    return "\n".join(parts)
 
 
 INTRODUCTION = f"""\
 # Past the paper: what sticky routing costs, and who pays least
 
 Made by `python results/frontier_page.py` from [the records](../results). A loss that makes routing stick costs
-perplexity, and a perplexity 2 % above vanilla's can be half of what the mixture is worth over a dense model of the same
-active width. So every router is placed by the share of that gain it **keeps**,
+perplexity, and a perplexity 3 % above vanilla's can be half of what the mixture is worth over a dense model of the same
+active width. So a router is placed by the share of that gain it **keeps**,
 (PPL_dense − PPL) / (PPL_dense − PPL_vanilla) over common seeds, and by its **misses**: accesses of all k experts of a
 token that an LRU cache of C experts a layer does not hold. The target is {KEPT:.0%} of the gain at {FEWER:g} times
 fewer misses than vanilla, with experts used evenly (at least {EVEN:.0%} of full entropy, none neglected).
@@ -101,7 +88,7 @@ def _compared(group: Group | None, drawn: Path, name: str, caches: tuple[int, ..
     """A group's table of gain and misses, and a figure for each cache."""
     table = None if group is None else frontier.kept_table(group)
     if group is None or table is None:
-        return NOT_RUN
+        return ""
     out = [f"{group.title}. {frontier.EXPLAINED}\n", tables.markdown(table)]
     for C in caches:
         chart = figures.kept_gain(group, C)
@@ -110,6 +97,15 @@ def _compared(group: Group | None, drawn: Path, name: str, caches: tuple[int, ..
             (drawn / f"{name}-c{C}.svg").write_text(svg, encoding="utf-8")
             out.append(f"![Gain kept against misses, C={C}]({drawn.name}/{name}-c{C}.svg)\n")
     return "\n".join(out)
+
+
+def _screened(group: Group | None, drawn: Path) -> str:
+    table = _compared(group, drawn, "screening", CACHES)
+    if group is None or not table:
+        return ""
+    return (
+        f"Every method at three strengths, {group.config.train.steps} steps, one seed: leads, not results.\n\n{table}"
+    )
 
 
 def _targets(whole: Group | None, sixteen: Group | None) -> str:
@@ -132,7 +128,7 @@ def _targets(whole: Group | None, sixteen: Group | None) -> str:
             + (f"The fewest misses with {KEPT:.0%} kept: {_told(near, C)}. " if near else "")
             + f"Nearest by the product of both: {_told(fewest, C)}."
         )
-    return "\n".join(lines) + "\n" if lines else NOT_RUN
+    return "\n".join(lines) + "\n" if lines else ""
 
 
 def _told(point: Point, capacity: int) -> str:
@@ -173,9 +169,10 @@ LESSONS = (
         "Experts take turns in a slot: one gate chooses slots token by token, a slower one who is in them, within a "
         "budget of loads. Roles stay apart, since a slot keeps its role whoever is in it. What it takes is kinship: "
         "siblings that learn alone learn the same things several times over, each from a part of the text, so most of "
-        "every gradient goes to the whole family. With two siblings in one of three slots that beats a mixture of "
-        "three; with four in each of four slots it is no better than a mixture of four, which loads nothing: in so "
-        "short a training, what siblings can tell apart by context is worth no more than it costs to learn it apart.",
+        "every gradient goes to the whole family. With two siblings in one of three slots it is level with a "
+        "mixture of three or slightly better; with four in each of four slots it is no better than a mixture of four. "
+        "Both of those load nothing: in so short a training, what siblings can tell apart by context is worth little "
+        "more than it costs to learn it apart.",
     ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
     (("two_speed", "residency+two_speed"), "A second gate reads the slow average beside the token."),
@@ -190,7 +187,7 @@ def _recommended(group: Group | None) -> str:
     found = frontier.points(group) if group is not None else []
     point = next((p for p in found if p.row.variant.key == key), None)
     if group is None or group.baseline is None or point is None:
-        return NOT_RUN
+        return ""
     change = point.row.change(group.baseline)
     assert change is not None
     fewer = " and ".join(f"{point.fewer[C].mean:.2f} × fewer misses with {C} slots a layer" for C in CACHES)
@@ -200,7 +197,8 @@ def _recommended(group: Group | None) -> str:
         f"{where} vanilla's, with {fewer} ({'one seed' if change.n == 1 else f'{change.n} seeds'}). It adds "
         "a second gate to each layer; decoding remembers an average for each slot and expert, and who is in place. Set "
         "`--variant.capacity` to the slots of your device and `--variant.budget` to the loads that a token may cost. "
-        "Where nothing may be loaded at all, train a mixture of as many experts as there are slots: see below.\n"
+        "The control that loads nothing, a mixture of as many experts as there are slots, comes close to it: see "
+        "below.\n"
     )
 
 
@@ -216,7 +214,7 @@ def _lessons(*groups: tuple[Group | None, int]) -> str:
         ]
         if told:
             lines.append(f"- {words} {' '.join(told)}")
-    return "\n".join(lines) + "\n" if lines else NOT_RUN
+    return "\n".join(lines) + "\n" if lines else ""
 
 
 def _fits(group: Group | None, smaller: Group | None, capacity: int) -> str:
@@ -235,17 +233,17 @@ def _fits(group: Group | None, smaller: Group | None, capacity: int) -> str:
         f"first tokens. That is what a router over {many} must beat with so strict a cache:\n\n"
     )
     cells = tuple(
-        (f"{row.label}, N={few}", f"{row.mean('ppl'):.2f}", f"{100 * kept.mean:.0f}", misses)
+        (f"{row.label}, N={few}", str(kept.n), f"{row.mean('ppl'):.2f}", f"{100 * kept.mean:.0f}", misses)
         for row, kept, misses in sorted(lines, key=lambda line: -line[1].mean)[:6]
     )
-    heads = ("variant", "PPL ↓", f"gain of N={many} kept % ↑", f"misses C={capacity} ↓")
+    heads = ("variant", "common seeds", "PPL ↓", f"gain of N={many} kept % ↑", f"misses C={capacity} ↓")
     return words + tables.markdown(Table("fits", "", heads, cells)) + "\n"
 
 
 def _beaten(group: Group | None) -> str:
     found = frontier.points(group) if group is not None else []
     if not found:
-        return NOT_RUN
+        return ""
     lines, rows = [], {}
     for C in CACHES:
         by = frontier.dominators(found, C)
@@ -270,23 +268,27 @@ def _table(rows: list[Row], columns: list[tuple[str, str, str]], label: Callable
 
 def _topical(group: Group | None) -> str:
     if group is None:
-        return NOT_RUN
+        return ""
     rows = [row for row in group.routed if row.mean("run_length") is not None]
     if not rows:
-        return NOT_RUN
+        return ""
     columns = [
         ("run length, tokens", "run_length", ".2f"),
         ("word specialisation, × uniform", "word_specialisation", ".2f"),
         ("I(expert; topic) above chance, bits", "topic_information", ".4f"),
         ("PPL", "ppl", ".2f"),
     ]
-    return f"{group.title}.\n\n" + _table(rows, columns, lambda row: row.label)
+    columns = [column for column in columns if any(row.mean(column[1]) is not None for row in rows)]
+    words = f"{group.title}."
+    if all(metric != "topic_information" for _, metric, _ in columns):
+        words += " This text has no topics, so experts can only be asked for how long they stay and for which words."
+    return f"{words}\n\n" + _table(rows, columns, lambda row: row.label)
 
 
 def _shared(collection: Collection) -> str:
     groups = [g for g in collection.groups if g.config.model.layers_per_pool > 1]
     if not groups:
-        return NOT_RUN
+        return ""
     steps = {g.config.train.steps for g in groups}
     groups += [g for g in collection.groups if g.config.train.steps in steps and _is(g, experts=4, corpus="wikitext-2")]
 

@@ -1,6 +1,6 @@
 """The embedded corpus: the CIA World Factbook, so that a first run needs nothing but pip.
 
-It is the one corpus with topics: each country has the same thirteen sections, from Geography to Space.
+It is the one corpus with topics: each country has up to thirteen sections, the same for all, from Geography to Space.
 """
 
 from __future__ import annotations

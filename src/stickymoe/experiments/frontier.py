@@ -1,7 +1,8 @@
 """How much of the mixture's gain over `dense` is kept, at how many all-slots misses: the yardstick of a sticky router.
 
-A perplexity that is 2 % above vanilla's sounds cheap, and can be all that the mixture is worth over a dense model of
-the same active width. So a row's place is its share of that gain, over the seeds it has in common with both controls.
+A perplexity that is 3 % above vanilla's sounds cheap, and can be half of what the mixture is worth over a dense model
+of the same active width. So a row's place is its share of that gain, over the seeds it has in common with both
+controls.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def kept_table(group: Group, *, name: str = "kept", caption: str = "") -> Table 
     stars = {point.row.label for point in best(found, sizes[0])} if sizes else set()
     lines = []
     for point in found:
-        half = interval(point.kept)
+        half = None if point.row is group.baseline else interval(point.kept)  # the unit itself
         share = f"{100 * point.kept.mean:.0f}" + (f" ± {100 * half:.0f}" if half is not None else "")
         cells: list[Cell] = [str(point.kept.n), number(point.row.metric("ppl"), ".2f"), share]
         for C in sizes:
