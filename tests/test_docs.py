@@ -15,6 +15,8 @@ from stickymoe.experiments.grids import configs, load_grid
 from stickymoe.experiments.report import report
 from stickymoe.locality.devices import parse_device
 from stickymoe.runs.presets import PRESETS
+from stickymoe.runs.record import RunRecord
+from stickymoe.runs.settings import config_from
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "locality.md"]
@@ -77,6 +79,21 @@ def test_the_page_of_the_frontier_follows_from_the_committed_records(tmp_path):
     assert (tmp_path / "frontier.md").read_text() == (ROOT / "docs" / "frontier.md").read_text()
     drawn = {p.name for p in (tmp_path / "frontier").iterdir()}
     assert drawn == {p.name for p in (ROOT / "docs" / "frontier").iterdir()}
+
+
+def test_every_published_row_past_the_paper_is_in_a_grid():
+    def told(config):
+        return config.variant.key, config.model
+
+    grids = sorted((ROOT / "results" / "frontier").glob("*.yaml"))
+    rows = [
+        told(run)
+        for grid in grids
+        for run in configs(load_grid(str(grid)), seeds=[42], flags=["--data.path", "x"], source="")
+    ]
+    records = sorted((ROOT / "results" / "frontier").rglob("record.json"))
+    assert records
+    assert {told(config_from(RunRecord.read(file).config)) for file in records} == set(rows)
 
 
 def test_the_published_results_follow_from_the_committed_records(tmp_path, monkeypatch):
