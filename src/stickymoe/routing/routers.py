@@ -19,7 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,7 +29,7 @@ from stickymoe.routing import kernels
 from stickymoe.routing.scan import as_numpy, as_tensor, remembered, softmax
 from stickymoe.routing.trace import combine_weights, top_k_experts
 
-State = dict[str, Shaped[np.ndarray, ...]]  # the rows of a batch first
+State = dict[str, NDArray[Any]]  # each [B, …]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int, Shaped
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stickymoe.errors import ConfigError
@@ -25,7 +26,7 @@ def as_tensor(array: Shaped[np.ndarray, ...], like: Tensor) -> Shaped[Tensor, ..
 
 
 def remembered(
-    state: dict[str, Shaped[np.ndarray, ...]], name: str, position: Int[np.ndarray, "B T"], width: int, dtype: Any
+    state: dict[str, NDArray[Any]], name: str, position: Int[np.ndarray, "B T"], width: int, dtype: Any
 ) -> Shaped[np.ndarray, "B width"]:
     """A copy of what `state` knows under that name, for a kernel to go on with; zeros where a text begins."""
     if name in state:
