@@ -175,7 +175,12 @@ LESSONS = (
         "more than it costs to learn it apart.",
     ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
-    (("two_speed", "residency+two_speed"), "A second gate reads the slow average beside the token."),
+    (
+        ("two_speed", "residency+two_speed"),
+        "Two gates, one for the token and one for the average of those before it, choose better than either alone. "
+        "Their choices change nearly as often as vanilla's, so this is for experts that are all in memory, as many as "
+        "there are slots, and for choosing among slots.",
+    ),
     (("hysteresis", "hysteresis+smooth"), "A bonus for the experts of the previous token."),
     (("trajectory", "hash"), "Bounds: experts fixed by a hash of the span, or of the word."),
 )

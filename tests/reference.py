@@ -352,17 +352,26 @@ def siblings(logits, k, slots, margin, rest=1, doc=None):
     return S, residents
 
 
-def sibling_gates(h, fast_gate, slow_gate, slots, fast, slow, doc=None):
-    """Logits of one sequence: the family's mean row on the fast average, each expert's own row on the slow one."""
+def sibling_gates(h, fast_gate, slow_gate, slots, fast, slow, doc=None, token_gate=None):
+    """Logits of one sequence: the family's mean row on the fast average, each expert's own row on the slow one.
+
+    With `token_gate`, also the family's mean row of it on the token.
+    """
 
     def dot(row, x):
         return sum(p * q for p, q in zip(row, x, strict=True))
 
     N = len(slow_gate)
     out = []
-    for quick, steady in zip(smooth(h, fast, doc), smooth(h, slow, doc), strict=True):
-        families = [[dot(fast_gate[f], quick) for f in range(e % slots, N, slots)] for e in range(N)]
-        out.append([sum(family) / len(family) + dot(slow_gate[e], steady) for e, family in enumerate(families)])
+    for x, quick, steady in zip(h, smooth(h, fast, doc), smooth(h, slow, doc), strict=True):
+        logits = []
+        for e in range(N):
+            family = range(e % slots, N, slots)
+            logit = sum(dot(fast_gate[f], quick) for f in family) / len(family) + dot(slow_gate[e], steady)
+            if token_gate is not None:
+                logit += sum(dot(token_gate[f], x) for f in family) / len(family)
+            logits.append(logit)
+        out.append(logits)
     return out
 
 

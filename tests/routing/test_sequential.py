@@ -214,13 +214,25 @@ def test_two_speeds_add_the_logits_of_the_token_and_of_the_average(x, rng, decay
 
 
 @thorough
-@given(x=inputs(), rng=seeds(), slots=st.integers(1, N + 1), fast=st.sampled_from([0.0, 0.6]), data=st.data())
-def test_a_gate_of_families_and_one_of_siblings_add_up(x, rng, slots, fast, data):
-    gates = SiblingGates(D, N, slots, fast=fast, slow=0.9).double()
-    gates.gate.weight.data = torch.tensor(rng.standard_normal((N, D)))
+@given(
+    x=inputs(),
+    rng=seeds(),
+    slots=st.integers(1, N + 1),
+    fast=st.sampled_from([0.0, 0.6]),
+    token=st.booleans(),
+    data=st.data(),
+)
+def test_a_gate_of_families_and_one_of_siblings_add_up(x, rng, slots, fast, token, data):
+    gates = SiblingGates(D, N, slots, fast=fast, slow=0.9, token=token).double()
+    for gate in (gates.gate, gates.context) if token else (gates.gate,):
+        gate.weight.data = torch.tensor(rng.standard_normal((N, D)))
     route = router(rng, smooth=gates)
-    rows = (route.gate.weight.tolist(), gates.gate.weight.tolist())
-    logits = [reference.sibling_gates(x.h[b].tolist(), *rows, slots, fast, 0.9, doc_of(x, b)) for b in range(len(x.h))]
+    averaged = gates.context if token else route.gate
+    rows = (averaged.weight.tolist(), gates.gate.weight.tolist())
+    alone = route.gate.weight.tolist() if token else None
+    logits = [
+        reference.sibling_gates(x.h[b].tolist(), *rows, slots, fast, 0.9, doc_of(x, b), alone) for b in range(len(x.h))
+    ]
     torch.testing.assert_close(route(x).g, torch.tensor(logits, dtype=torch.float64).softmax(-1), rtol=1e-9, atol=1e-12)
     assert_pieces_are_the_whole(route, x, data)
 

@@ -207,6 +207,21 @@ def sibling_logits(
 
 
 @njit(cache=True)
+def add_family_means(x: Any, capacity: int, out: Any) -> None:
+    """To every expert the mean over its family i mod C."""
+    B, T, N = x.shape
+    for b in range(B):
+        for t in range(T):
+            for slot in range(min(capacity, N)):
+                total, members = 0.0, 0
+                for i in range(slot, N, capacity):
+                    total += x[b, t, i]
+                    members += 1
+                for i in range(slot, N, capacity):
+                    out[b, t, i] += total / members
+
+
+@njit(cache=True)
 def siblings(g: Any, position: Any, resident: Any, since: Any, capacity: int, margin: float, rest: int, S: Any) -> None:
     """S = the k heaviest residents, one of each family i mod C; who is resident [B, N] is brought up to date.
 

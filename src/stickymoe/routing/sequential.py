@@ -97,14 +97,18 @@ class TwoSpeed(nn.Module):
 class SiblingGates(nn.Module):
     """a_c + b_i for expert i of family c: one gate for the families, a slower one to tell siblings apart.
 
-    a is the mean over the family of the router's own logits, smoothed with decay d; b = W_s·smooth_s(h).
+    a is the mean over the family of the router's own logits, smoothed with decay d. With `token` these read the token
+    alone, and those of another gate, which are smoothed, are added. b = W_s·smooth_s(h).
     """
 
     same: Tensor
 
-    def __init__(self, d_model: int, n_experts: int, capacity: int, *, fast: float, slow: float) -> None:
+    def __init__(
+        self, d_model: int, n_experts: int, capacity: int, *, fast: float, slow: float, token: bool = False
+    ) -> None:
         super().__init__()
         self.gate = nn.Linear(d_model, n_experts, bias=False)
+        self.context = nn.Linear(d_model, n_experts, bias=False) if token else None
         self.capacity = capacity
         self.fast, self.slow = Smooth(fast, name="fast"), Smooth(slow, name="slow")
         family = torch.arange(n_experts) % capacity
@@ -114,7 +118,11 @@ class SiblingGates(nn.Module):
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
         same = self.same.to(logits.dtype)
-        a, fast = self.fast(logits @ same / same.sum(0), x, state)
+        mean = same / same.sum(0)
+        context = logits if self.context is None else gated(x.h, self.context)
+        a, fast = self.fast(context @ mean, x, state)
+        if self.context is not None:
+            a = a + logits @ mean
         b, slow = self.slow(gated(x.h, self.gate), x, state)
         return a + b, {**fast, **slow}
 
@@ -124,7 +132,10 @@ class SiblingGates(nn.Module):
         N, d, s = logits.shape[-1], self.fast.decay, self.slow.decay
         fast, slow = (remembered(state, name, x.position, N, logits.dtype) for name in ("fast", "slow"))
         own, out = as_numpy(gated(x.h, self.gate)), np.empty_like(logits)
-        kernels.sibling_logits(logits, own, x.position, fast, slow, self.capacity, d, s, out)
+        context = logits if self.context is None else as_numpy(gated(x.h, self.context))
+        kernels.sibling_logits(context, own, x.position, fast, slow, self.capacity, d, s, out)
+        if self.context is not None:
+            kernels.add_family_means(logits, self.capacity, out)
         return out, {"fast": fast, "slow": slow}
 
 

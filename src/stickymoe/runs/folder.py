@@ -35,7 +35,11 @@ NOT_IN_ID = {("data", "path"), ("data", "cache_dir"), ("data", "corpus"), ("trai
 HELD = "is being written by another process."  # how a refused lock ends its line
 
 # Settings that came later, and what runs before them had: named only where they differ, so that ids stay.
-ADDED: dict[tuple[str, str], Any] = {("model", "share_block"): 1, ("model", "universal"): False}
+ADDED: dict[tuple[str, str], Any] = {
+    ("model", "share_block"): 1,
+    ("model", "universal"): False,
+    ("variant", "token"): False,
+}
 
 
 def run_id(config: RunConfig, data_fingerprint: str) -> str:

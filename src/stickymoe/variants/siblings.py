@@ -35,6 +35,7 @@ class SiblingsVariant(Routed):
         rho: margin ρ by which a sibling must win, in shares of its family
         budget: loads B per token and layer, at most: from one to the next it is 1/B tokens
         kin: share of a sibling's gradient that goes to all of its family alike; 0 for strangers
+        token: whether another gate of the families reads the token itself, beside the average
     """
 
     name: ClassVar[str] = "siblings"
@@ -50,6 +51,7 @@ class SiblingsVariant(Routed):
     rho: float = hyper(0.02, "ρ")
     budget: float = hyper(0.03, "B")
     kin: float = hyper(0.9, "κ")
+    token: bool = hyper(False, "token", always=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +73,9 @@ class SiblingsVariant(Routed):
     def filter(self, site: RouterSite) -> "Filter":
         from stickymoe.routing.sequential import SiblingGates
 
-        return SiblingGates(site.d_model, site.n_experts, self.capacity, fast=self.fast, slow=self.slow)
+        return SiblingGates(
+            site.d_model, site.n_experts, self.capacity, fast=self.fast, slow=self.slow, token=self.token
+        )
 
     def choice(self, site: RouterSite) -> "Choice":
         from stickymoe.routing.sequential import Siblings
