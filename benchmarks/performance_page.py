@@ -169,8 +169,9 @@ Its own forward + backward, loss terms included, less vanilla's, over the vanill
 own forward over a decoded token (target 1 %), by `python benchmarks/routers.py` with one thread on
 {environment["processor"]}, commit `{(environment["commit"] or "unknown")[:12]}`; ± half the distance of the quartiles
 of its own time. Over the target by more than that, in training: {told["training"]}; in decoding: {told["decoding"]};
-elsewhere what decoding adds cannot be told from the target. Vanilla's router itself, timed three times, is up to {noise:.2%} off its mean in decoding. A token of this small model is decoded in
-{token * 1e3:.1f} ms; with larger models the share of the router falls.
+elsewhere what decoding adds cannot be told from the target. Vanilla's router itself, timed three times, is up to
+{noise:.2%} off its mean in decoding. A token of this small model is decoded in {token * 1e3:.1f} ms; with larger models
+the share of the router falls.
 
 {table(headings, rows)}"""
 
