@@ -172,7 +172,8 @@ LESSONS = (
         "every gradient goes to the whole family. With two siblings in one of three slots it is level with a "
         "mixture of three or slightly better; with four in each of four slots it is no better than a mixture of four. "
         "Both of those load nothing: in so short a training, what siblings can tell apart by context is worth little "
-        "more than it costs to learn it apart.",
+        "more than it costs to learn it apart. With `token` the gate of the slots reads the token beside the average, "
+        "which helps it as it helps two_speed.",
     ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
     (

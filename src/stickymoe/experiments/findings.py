@@ -57,10 +57,10 @@ def _decided(claim: str, decide: Callable[[], Decision]) -> Finding:
         return Finding(claim, "not tested", f"Needs {missing}, which is not among these runs.")
 
 
-def _row(group: Group, key: str) -> Row:
+def _row(group: Group, key: str, *, grid: str | None = None) -> Row:
     row = group.find(key)
     if row is None:
-        raise MissingRowError(key)
+        raise MissingRowError(f"{key} (of stickymoe sweep {grid})" if grid else key)
     return row
 
 
@@ -268,15 +268,8 @@ def _worth(group: Group) -> Decision:
     return "measured", text + f"Share of that gain kept, over common seeds: {shown}."
 
 
-def _ablation(group: Group, key: str) -> Row:
-    row = group.find(key)
-    if row is None:
-        raise MissingRowError(f"{key} (of stickymoe sweep ablations)")
-    return row
-
-
 def _co_adaptation(group: Group) -> Decision:
-    gates, whole = _ablation(group, "soft-lam0.5-gate_only1"), _row(group, _SOFT(0.5))
+    gates, whole = _row(group, "soft-lam0.5-gate_only1", grid="ablations"), _row(group, _SOFT(0.5))
     return "measured", (
         f"L_cons with the hidden state detached, then with gradient through it: {_two(group, gates, whole)} "
         f"{_reached(group, gates, whole, 'The gates alone bring')}"
@@ -284,7 +277,7 @@ def _co_adaptation(group: Group) -> Decision:
 
 
 def _without_balance(group: Group) -> Decision:
-    without, with_it = _ablation(group, "soft-mu0-lam0.5"), _row(group, _SOFT(0.5))
+    without, with_it = _row(group, "soft-mu0-lam0.5", grid="ablations"), _row(group, _SOFT(0.5))
     used = [
         f"{_metric(r, 'utilisation_entropy'):.3f} bits, {_metric(r, 'neglected_experts'):g} neglected"
         for r in (without, with_it)
@@ -293,7 +286,7 @@ def _without_balance(group: Group) -> Decision:
 
 
 def _anchor_alone(group: Group) -> Decision:
-    alone, both = _ablation(group, "soft_hard-lam0-alpha1-window4"), _row(group, _STICKIEST)
+    alone, both = _row(group, "soft_hard-lam0-alpha1-window4", grid="ablations"), _row(group, _STICKIEST)
     return "measured", (
         f"The anchor without L_cons, then with it: {_two(group, alone, both)} "
         f"{_reached(group, alone, both, 'The anchor alone brings')}"
@@ -301,12 +294,17 @@ def _anchor_alone(group: Group) -> Decision:
 
 
 def _reached(group: Group, part: Row, whole: Row, words: str) -> str:
-    """How much of a fall in switch rate a part of the method brings."""
-    base = _row(group, "vanilla")
-    falls = [_reduction(row, base) for row in (part, whole)]
-    if falls[1] <= 0:
+    """How much of a fall in switch rate a part of the method brings, over the part's own seeds."""
+
+    def below(other: Row) -> float:
+        value = part.against(other, "switch_rate", lambda ours, theirs: theirs - ours)
+        return _measured(value, f"common seeds of {part.label} and {other.label}").mean
+
+    fall = below(_row(group, "vanilla"))
+    fall_of_whole = fall - below(whole)
+    if fall_of_whole <= 0:
         return "The whole does not lower the switch rate."
-    return f"{words} {falls[0] / falls[1]:.0%} of the fall in switch rate."
+    return f"{words} {fall / fall_of_whole:.0%} of the fall in switch rate, over common seeds."
 
 
 def _two(group: Group, *rows: Row) -> str:

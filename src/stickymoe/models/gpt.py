@@ -220,8 +220,8 @@ def _require_whole(tokens: Tensor, mask: Tensor | None, doc: Tensor | None, cach
     if mask is not None and not bool(mask.all()):
         raise ConfigError("mask: got padding with a cache, which would be gone on from; decode rows of equal length.")
     if cache.position is not None and (doc is None) != (cache.doc is None):
-        with_, without = ("the cache", "these tokens") if doc is None else ("these tokens", "the cache")
-        raise ConfigError(f"doc: {with_} have documents and {without} none; pass doc always or never.")
+        given, before = ("no documents", "with") if doc is None else ("documents", "without")
+        raise ConfigError(f"doc: got {given} after a cache {before} them; pass doc always or never.")
 
 
 def _stack(routed: list[Routing], mask: Tensor, doc: Tensor | None, boundary: Tensor | None) -> RoutingTrace | None:

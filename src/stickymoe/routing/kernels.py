@@ -74,6 +74,7 @@ def _heaviest(g: Any, among: Any, left: Any, S: Any) -> None:
 
 @njit(cache=True)
 def softmax(logits: Any, g: Any) -> None:
+    """eq:gate, written to `g`."""
     B, T, N = logits.shape
     for b in range(B):
         for t in range(T):
@@ -183,6 +184,16 @@ def residency(
 
 
 @njit(cache=True)
+def _family_mean(x: Any, slot: int, capacity: int) -> float:
+    """Over the experts i mod C = `slot` of one token."""
+    total, members = 0.0, 0
+    for i in range(slot, len(x), capacity):
+        total += x[i]
+        members += 1
+    return total / members
+
+
+@njit(cache=True)
 def sibling_logits(
     families: Any, own: Any, position: Any, fast: Any, slow: Any, capacity: int, d: float, s: float, out: Any
 ) -> None:
@@ -195,11 +206,7 @@ def sibling_logits(
         for t in range(T):
             start = position[b, t] == 0
             for slot in range(min(capacity, N)):
-                total, members = 0.0, 0
-                for i in range(slot, N, capacity):
-                    total += families[b, t, i]
-                    members += 1
-                mean = total / members
+                mean = _family_mean(families[b, t], slot, capacity)
                 for i in range(slot, N, capacity):
                     fast[b, i] = mean if start else d * fast[b, i] + (1.0 - d) * mean
                     slow[b, i] = own[b, t, i] if start else s * slow[b, i] + (1.0 - s) * own[b, t, i]
@@ -213,12 +220,9 @@ def add_family_means(x: Any, capacity: int, out: Any) -> None:
     for b in range(B):
         for t in range(T):
             for slot in range(min(capacity, N)):
-                total, members = 0.0, 0
+                mean = _family_mean(x[b, t], slot, capacity)
                 for i in range(slot, N, capacity):
-                    total += x[b, t, i]
-                    members += 1
-                for i in range(slot, N, capacity):
-                    out[b, t, i] += total / members
+                    out[b, t, i] += mean
 
 
 @njit(cache=True)
