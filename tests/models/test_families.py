@@ -86,16 +86,17 @@ def test_a_model_whose_siblings_are_one_is_a_smaller_mixture():
     """Experts of a family that are the same, and gates that know no sibling from another: two experts, smoothed."""
     model = model_of(kin=1.0, fast=0.3)
     for block in model.blocks:
-        torch.nn.init.zeros_(block.ffn.router.filter.gate.weight)
+        torch.nn.init.zeros_(block.ffn.router.gate.weight[SIZES.n_experts :])
     whole = model(tokens_for(0))
     assert (whole.trace.S < 2).all(), "equal siblings never change places"
     smooth = variant_class("smooth")(decay=0.3)
     small = build_model(RunConfig(model=replace(SIZES, n_experts=2), variant=smooth), 31)
-    weights = {n: p for n, p in model.state_dict().items() if "filter" not in n}
+    weights = model.state_dict()
     for name, p in weights.items():
         if "experts" in name:
             weights[name] = p[:2]
         if name.endswith("router.gate.weight"):
-            weights[name] = torch.stack([p[0::2].mean(0), p[1::2].mean(0)])
+            families = p[: SIZES.n_experts]
+            weights[name] = torch.stack([families[0::2].mean(0), families[1::2].mean(0)])
     small.load_state_dict(weights)
     torch.testing.assert_close(small(tokens_for(0)).logits, whole.logits, rtol=1e-4, atol=1e-5)

@@ -37,7 +37,7 @@ N, K = 5, 2
 
 def router(rng, *, choice=None, smooth=None, source=None, **more):
     made = Router(D, N, K, source=source, filter=smooth, choice=choice, **more).double()
-    made.gate.weight.data = torch.tensor(rng.standard_normal((N, D)))
+    made.gate.weight.data = torch.tensor(rng.standard_normal(made.gate.weight.shape))
     return made
 
 
@@ -203,12 +203,10 @@ def test_smoothing_logits_is_smoothing_what_the_gate_reads(x, rng, decay):
 @thorough
 @given(x=inputs(), rng=seeds(), decay=st.sampled_from([0.3, 0.9]), data=st.data())
 def test_two_speeds_add_the_logits_of_the_token_and_of_the_average(x, rng, decay, data):
-    two = TwoSpeed(D, N, decay).double()
-    two.gate.weight.data = torch.tensor(rng.standard_normal((N, D)))
-    route = router(rng, smooth=two)
+    route = router(rng, smooth=TwoSpeed(decay))
+    now, slow = route.gate.weight.split(N)
     smooth = [reference.smooth(x.h[b].tolist(), decay, doc_of(x, b)) for b in range(len(x.h))]
-    slow = torch.tensor(smooth, dtype=torch.float64) @ two.gate.weight.T
-    expected = (x.h @ route.gate.weight.T + slow).softmax(-1)
+    expected = (x.h @ now.T + torch.tensor(smooth, dtype=torch.float64) @ slow.T).softmax(-1)
     torch.testing.assert_close(route(x).g, expected, rtol=1e-9, atol=1e-12)
     assert_pieces_are_the_whole(route, x, data)
 
@@ -223,13 +221,10 @@ def test_two_speeds_add_the_logits_of_the_token_and_of_the_average(x, rng, decay
     data=st.data(),
 )
 def test_a_gate_of_families_and_one_of_siblings_add_up(x, rng, slots, fast, token, data):
-    gates = SiblingGates(D, N, slots, fast=fast, slow=0.9, token=token).double()
-    for gate in (gates.gate, gates.context) if token else (gates.gate,):
-        gate.weight.data = torch.tensor(rng.standard_normal((N, D)))
-    route = router(rng, smooth=gates)
-    averaged = gates.context if token else route.gate
-    rows = (averaged.weight.tolist(), gates.gate.weight.tolist())
-    alone = route.gate.weight.tolist() if token else None
+    route = router(rng, smooth=SiblingGates(N, slots, fast=fast, slow=0.9, token=token))
+    first, own, *context = (gate.tolist() for gate in route.gate.weight.split(N))
+    rows = (context[0], own) if token else (first, own)
+    alone = first if token else None
     logits = [
         reference.sibling_gates(x.h[b].tolist(), *rows, slots, fast, 0.9, doc_of(x, b), alone) for b in range(len(x.h))
     ]
@@ -434,7 +429,7 @@ def test_experts_far_below_the_best_share_alike(gradient):
 
 
 @pytest.mark.parametrize("gradient", [True, False])
-@pytest.mark.parametrize("part", [Smooth(0.5), SiblingGates(D, N, 3, fast=0.5, slow=0.9)], ids=["smooth", "siblings"])
+@pytest.mark.parametrize("part", [Smooth(0.5), SiblingGates(N, 3, fast=0.5, slow=0.9)], ids=["smooth", "siblings"])
 def test_what_went_wrong_in_a_document_stays_there(part, gradient):
     rng = np.random.default_rng(0)
     doc = torch.tensor([[0, 0, 0, 1, 1, 1]])

@@ -100,9 +100,10 @@ def top_k(g: Any, S: Any) -> None:
 
 
 @njit(cache=True)
-def combine(g: Any, S: Any, least: float, w: Any) -> None:
-    """The gate probabilities of the selected experts, `least` where they are less, renormalised."""
+def combine(g: Any, S: Any, w: Any) -> None:
+    """The gate probabilities of the selected experts, none less than the least normal number, renormalised."""
     B, T, k = S.shape
+    least = np.finfo(g.dtype).tiny
     for b in range(B):
         for t in range(T):
             total = 0.0
@@ -184,6 +185,18 @@ def residency(
 
 
 @njit(cache=True)
+def two_speed(logits: Any, position: Any, slow: Any, decay: float, out: Any) -> None:
+    """The first N of `logits` [B, T, 2·N], and the average of the others, added up; `slow` [B, N] is that average."""
+    B, T, N = out.shape
+    for b in range(B):
+        for t in range(T):
+            for i in range(N):
+                x = logits[b, t, N + i]
+                slow[b, i] = x if position[b, t] == 0 else decay * slow[b, i] + (1.0 - decay) * x
+                out[b, t, i] = logits[b, t, i] + slow[b, i]
+
+
+@njit(cache=True)
 def _family_mean(x: Any, slot: int, capacity: int) -> float:
     """Over the experts i mod C = `slot` of one token."""
     total, members = 0.0, 0
@@ -195,34 +208,26 @@ def _family_mean(x: Any, slot: int, capacity: int) -> float:
 
 @njit(cache=True)
 def sibling_logits(
-    families: Any, own: Any, position: Any, fast: Any, slow: Any, capacity: int, d: float, s: float, out: Any
+    logits: Any, position: Any, fast: Any, slow: Any, capacity: int, d: float, s: float, out: Any
 ) -> None:
-    """The average with decay d of the mean over each family i mod C, and that of `own` with decay s, added up.
+    """Mean of each family i mod C averaged with decay d, and the experts' own logits with decay s, added up.
 
-    The averages `fast` and `slow` [B, N] are brought up to date.
+    Of `logits` [B, T, 2·N] the first N are the families', the others their own. Of [B, T, 3·N] the last are averaged,
+    and the mean of the first is added as it is. The averages `fast` and `slow` [B, N] are brought up to date.
     """
-    B, T, N = own.shape
+    B, T, N = out.shape
+    token = logits.shape[2] == 3 * N
     for b in range(B):
         for t in range(T):
             start = position[b, t] == 0
+            first, own, last = logits[b, t, :N], logits[b, t, N : 2 * N], logits[b, t, -N:]
             for slot in range(min(capacity, N)):
-                mean = _family_mean(families[b, t], slot, capacity)
+                mean = _family_mean(last if token else first, slot, capacity)
+                now = _family_mean(first, slot, capacity) if token else 0.0
                 for i in range(slot, N, capacity):
                     fast[b, i] = mean if start else d * fast[b, i] + (1.0 - d) * mean
-                    slow[b, i] = own[b, t, i] if start else s * slow[b, i] + (1.0 - s) * own[b, t, i]
-                    out[b, t, i] = fast[b, i] + slow[b, i]
-
-
-@njit(cache=True)
-def add_family_means(x: Any, capacity: int, out: Any) -> None:
-    """To every expert the mean over its family i mod C."""
-    B, T, N = x.shape
-    for b in range(B):
-        for t in range(T):
-            for slot in range(min(capacity, N)):
-                mean = _family_mean(x[b, t], slot, capacity)
-                for i in range(slot, N, capacity):
-                    out[b, t, i] += mean
+                    slow[b, i] = own[i] if start else s * slow[b, i] + (1.0 - s) * own[i]
+                    out[b, t, i] = fast[b, i] + now + slow[b, i]
 
 
 @njit(cache=True)

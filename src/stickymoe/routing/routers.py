@@ -7,7 +7,7 @@ token by token, with the same outcome: `state` carries across calls what the nex
 On the CPU and without gradient, filters and choices that have a `scan` do the same on arrays, in compiled loops: for
 one token, calls into torch would cost more than the routing.
 
-B sequences, T tokens, d width, N experts, k experts per token.
+B sequences, T tokens, d width, N experts, k experts per token, M logits of a token.
 """
 
 from __future__ import annotations
@@ -74,10 +74,16 @@ class Source(Protocol):
 
 @runtime_checkable
 class Filter(Protocol):
-    """What becomes of the logits before the choice."""
+    """What becomes of the logits before the choice.
+
+    It reads as many logits of an expert as it has `gates`, M = gates · N of a token: first those of one gate, then
+    those of the next. All gates are one matrix, hence one product.
+    """
+
+    gates: int
 
     def __call__(
-        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
+        self, logits: Float[Tensor, "B T M"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]: ...
 
 
@@ -178,6 +184,8 @@ class HardWindow:
 class Unfiltered:
     """The logits as they are."""
 
+    gates = 1
+
     def __call__(
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
@@ -194,7 +202,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def gated(h: Float[Tensor, "B T d"], gate: nn.Linear) -> Float[Tensor, "B T N"]:
+def _gated(h: Float[Tensor, "B T d"], gate: nn.Linear) -> Float[Tensor, "B T M"]:
     """W·h, in fp32 at least."""
     W = gate.weight
     if W.dtype not in (torch.float32, torch.float64):
@@ -218,11 +226,11 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         require(1 <= top_k <= n_experts, "top_k", top_k, f"1 … {n_experts} (the number of experts)")
-        self.gate = nn.Linear(d_model, n_experts, bias=False)
-        self.top_k = top_k
         self.source = source or Hidden()
         self.filter = filter or Unfiltered()
         self.choice = choice or TopK()
+        self.gate = nn.Linear(d_model, self.filter.gates * n_experts, bias=False)
+        self.top_k = top_k
         self.gate_only = gate_only
 
     def forward(self, x: RouterInput, state: State | None = None) -> Routing:
@@ -231,7 +239,7 @@ class Router(nn.Module):
         _require_rows(x, state)
         features, filter, choice = self.source(x), self.filter, self.choice
         with _without_autocast(features.device.type):
-            logits = gated(features, self.gate)
+            logits = _gated(features, self.gate)
             compiled = logits.is_cpu and not torch.is_grad_enabled()
             if compiled and hasattr(filter, "scan") and hasattr(choice, "scan"):
                 values, filter_state = filter.scan(as_numpy(logits), x, state)
@@ -242,14 +250,14 @@ class Router(nn.Module):
             g_gate = None
             if self.gate_only:
                 x = replace(x, h=x.h.detach(), attended=x.attended.detach())
-                logits, _ = filter(gated(features.detach(), self.gate), x, state)
+                logits, _ = filter(_gated(features.detach(), self.gate), x, state)
                 g_gate, _, _ = choice(logits, self.top_k, x, state)
         return Routing(g=g, S=S, w=combine_weights(g, S), state={**filter_state, **choice_state}, g_gate=g_gate)
 
     def _routing(self, g: Float[np.ndarray, "B T N"], S: Int[np.ndarray, "B T k"], state: State) -> Routing:
         """What a scan found, as tensors."""
         w = np.empty(S.shape, g.dtype)
-        kernels.combine(g, S, np.finfo(g.dtype).tiny, w)
+        kernels.combine(g, S, w)
         gates = torch.from_numpy(g)
         return Routing(
             g=gates,

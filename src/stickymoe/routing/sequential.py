@@ -1,7 +1,7 @@
 """Router parts in which a token's outcome needs the one before: compiled scans, of O(B·T·N) memory.
 
 The scans run on the CPU; logits of another device go there and back, which are N numbers a token.
-B sequences, T tokens, N experts, k experts per token.
+B sequences, T tokens, N experts, k experts per token, M logits of a token.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from stickymoe.errors import require
 from stickymoe.routing import kernels
-from stickymoe.routing.routers import RouterInput, Scanned, State, gated
+from stickymoe.routing.routers import RouterInput, Scanned, State
 from stickymoe.routing.scan import as_numpy, as_tensor, remembered
 
 
@@ -29,6 +30,8 @@ class Smooth(nn.Module):
     The gate is linear, so averaging its logits is averaging its input, at N/d_model of the cost. A learned decay is
     σ(logit(d) + bias), one bias per layer, which starts at 0.
     """
+
+    gates = 1
 
     def __init__(self, decay: float, *, learned: bool = False, name: str = "smooth") -> None:
         """`name` is that of the average in the router's state."""
@@ -74,68 +77,71 @@ def _number(x: Tensor | float) -> float:
 
 
 class TwoSpeed(nn.Module):
-    """ℓ_t + smooth(W_s·h)_t: the router's gate reads the token, a second one the average of its document so far."""
+    """ℓ_t + smooth(ℓ')_t: of the two gates one reads the token, the other the average of its document so far."""
 
-    def __init__(self, d_model: int, n_experts: int, decay: float) -> None:
+    gates = 2
+
+    def __init__(self, decay: float) -> None:
         super().__init__()
-        self.gate = nn.Linear(d_model, n_experts, bias=False)
-        self.smooth = Smooth(decay)
+        self.decay = decay
+        self.slow = Smooth(decay, name="slow")
 
     def forward(
-        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
+        self, logits: Float[Tensor, "B T M"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
-        slow, average = self.smooth(gated(x.h, self.gate), x, state)
-        return logits + slow, average
+        now, average = logits.chunk(2, dim=-1)
+        slow, state = self.slow(average, x, state)
+        return now + slow, state
 
     def scan(
-        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
+        self, logits: Float[np.ndarray, "B T M"], x: RouterInput, state: State
     ) -> tuple[Float[np.ndarray, "B T N"], State]:
-        slow, average = self.smooth.scan(as_numpy(gated(x.h, self.gate)), x, state)
-        return logits + slow, average
+        B, T, M = logits.shape
+        slow = remembered(state, "slow", x.position, M // 2, logits.dtype)
+        out = np.empty((B, T, M // 2), logits.dtype)
+        kernels.two_speed(logits, x.position, slow, self.decay, out)
+        return out, {"slow": slow}
 
 
 class SiblingGates(nn.Module):
     """a_c + b_i for expert i of family c: one gate for the families, a slower one to tell siblings apart.
 
-    a is the mean over the family of the router's own logits, smoothed with decay d. With `token` these read the token
-    alone, and those of another gate, which are smoothed, are added. b = W_s·smooth_s(h).
+    a is the mean over the family of the first gate's logits, smoothed with decay d; b are the second's, with decay s.
+    With `token` the first gate reads the token alone, and the mean of a third's, smoothed with d, is added.
     """
 
     same: Tensor
 
-    def __init__(
-        self, d_model: int, n_experts: int, capacity: int, *, fast: float, slow: float, token: bool = False
-    ) -> None:
+    def __init__(self, n_experts: int, capacity: int, *, fast: float, slow: float, token: bool = False) -> None:
         super().__init__()
-        self.gate = nn.Linear(d_model, n_experts, bias=False)
-        self.context = nn.Linear(d_model, n_experts, bias=False) if token else None
+        self.gates = 3 if token else 2
         self.capacity = capacity
+        self.decays = fast, slow
         self.fast, self.slow = Smooth(fast, name="fast"), Smooth(slow, name="slow")
         family = torch.arange(n_experts) % capacity
         self.register_buffer("same", family[:, None] == family, persistent=False)  # [N, N]
 
     def forward(
-        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
+        self, logits: Float[Tensor, "B T M"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
         same = self.same.to(logits.dtype)
         mean = same / same.sum(0)
-        context = logits if self.context is None else gated(x.h, self.context)
-        a, fast = self.fast(context @ mean, x, state)
-        if self.context is not None:
-            a = a + logits @ mean
-        b, slow = self.slow(gated(x.h, self.gate), x, state)
+        first, own, *context = logits.chunk(self.gates, dim=-1)
+        a, fast = self.fast((context[0] if context else first) @ mean, x, state)
+        if context:
+            a = a + first @ mean
+        b, slow = self.slow(own, x, state)
         return a + b, {**fast, **slow}
 
     def scan(
-        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
+        self, logits: Float[np.ndarray, "B T M"], x: RouterInput, state: State
     ) -> tuple[Float[np.ndarray, "B T N"], State]:
-        N, d, s = logits.shape[-1], self.fast.decay, self.slow.decay
-        fast, slow = (remembered(state, name, x.position, N, logits.dtype) for name in ("fast", "slow"))
-        own, out = as_numpy(gated(x.h, self.gate)), np.empty_like(logits)
-        context = logits if self.context is None else as_numpy(gated(x.h, self.context))
-        kernels.sibling_logits(context, own, x.position, fast, slow, self.capacity, d, s, out)
-        if self.context is not None:
-            kernels.add_family_means(logits, self.capacity, out)
+        B, T, M = logits.shape
+        N = M // self.gates
+        fast = remembered(state, "fast", x.position, N, logits.dtype)
+        slow = remembered(state, "slow", x.position, N, logits.dtype)
+        out = np.empty((B, T, N), logits.dtype)
+        kernels.sibling_logits(logits, x.position, fast, slow, self.capacity, *self.decays, out)
         return out, {"fast": fast, "slow": slow}
 
 
@@ -199,7 +205,8 @@ class _Resident(Scanned):
 
 
 def _require_room(capacity: int, S: Any) -> None:
-    require(S.shape[-1] <= capacity, "variant.capacity", capacity, f"at least the {S.shape[-1]} experts of a token")
+    if S.shape[-1] > capacity:
+        require(False, "variant.capacity", capacity, f"at least the {S.shape[-1]} experts of a token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,10 +271,13 @@ class Siblings(Scanned):
         _require_room(self.capacity, S)
         resident = remembered(state, "resident", x.position, g.shape[-1], np.bool_)
         since = remembered(state, "since", x.position, 1, np.int64)
-        # Without a budget none can win by enough.
-        rest, margin = (math.ceil(round(1 / self.budget, 6)), self.margin) if self.budget else (1, math.inf)
-        kernels.siblings(g, x.position, resident, since, self.capacity, margin, rest, S)
+        kernels.siblings(g, x.position, resident, since, self.capacity, *self._terms, S)
         return {"resident": resident, "since": since}
+
+    @cached_property
+    def _terms(self) -> tuple[float, int]:
+        """The margin, and the tokens from one load to the next. Without a budget none can win by enough."""
+        return (self.margin, math.ceil(round(1 / self.budget, 6))) if self.budget else (math.inf, 1)
 
 
 @dataclass(frozen=True)

@@ -31,4 +31,4 @@ class TwoSpeedVariant(Routed):
     def filter(self, site: RouterSite) -> "Filter":
         from stickymoe.routing.sequential import TwoSpeed
 
-        return TwoSpeed(site.d_model, site.n_experts, self.slow)
+        return TwoSpeed(self.slow)
