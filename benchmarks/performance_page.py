@@ -95,7 +95,8 @@ The model uses rows sorted by expert, with one product per expert and matrix.
 ![Tokens per second against sequence length, experts and vocabulary](growth.svg)
 
 {growth(record)}
-Another race than those above, with fewer rounds: compare within the table."""
+Another race than those above, with fewer rounds: compare within the table.
+"""
 
 
 def replay_section(record: dict[str, Any]) -> str:
