@@ -42,7 +42,7 @@ def page(collection: Collection, drawn: Path) -> str:
     sections = {
         "The frontier": _compared(whole, drawn, "small", CACHES),
         "The recommendation": _recommended(whole),
-        "Against the targets": _targets(whole, sixteen),
+        "Against the targets": _targets((whole, 3), (sixteen, 4), (longer, 3), (factbook, 3)),
         "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
         "Or simply fewer experts?": _fits(whole, find(steps=1000, experts=3, corpus="wikitext-2"), 3)
         + _fits(sixteen, whole, 4),
@@ -108,15 +108,15 @@ def _screened(group: Group | None, drawn: Path) -> str:
     )
 
 
-def _targets(whole: Group | None, sixteen: Group | None) -> str:
+def _targets(*groups: tuple[Group | None, int]) -> str:
     lines = []
-    for group, C in ((whole, 3), (sixteen, 4)):
+    for group, C in groups:
         found = frontier.points(group) if group is not None else []
         if group is None or len(found) < 2:  # nothing beside vanilla
             continue
         solved = [p for p in found if C in p.fewer and p.solves(C)]
         near = frontier.nearest([p for p in found if p.row is not group.baseline], C)
-        where = f"N={group.config.model.n_experts}, C={C}"
+        where = f"N={group.config.model.n_experts}, C={C}{_where(group)}"
         if solved:
             lines.append(f"- **{where}: reached** by {'; '.join(_told(p, C) for p in solved)}.")
             continue
@@ -129,6 +129,13 @@ def _targets(whole: Group | None, sixteen: Group | None) -> str:
             + f"Nearest by the product of both: {_told(fewest, C)}."
         )
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def _where(group: Group) -> str:
+    """How it differs from most groups of this page: the corpus and the steps."""
+    steps = group.config.train.steps
+    corpus = "" if _is(group, corpus="wikitext-2") else f", {group.config.data.corpus}"
+    return corpus + ("" if steps == 1000 else f", {steps:,} steps")
 
 
 def _told(point: Point, capacity: int) -> str:
@@ -288,7 +295,29 @@ def _topical(group: Group | None) -> str:
     words = f"{group.title}."
     if all(metric != "topic_information" for _, metric, _ in columns):
         words += " This text has no topics, so experts can only be asked for how long they stay and for which words."
-    return f"{words}\n\n" + _table(rows, columns, lambda row: row.label)
+    return f"{words}\n\n" + _table(rows, columns, lambda row: row.label) + _coherence(group.baseline, rows)
+
+
+def _coherence(vanilla: Row | None, rows: list[Row]) -> str:
+    """Vanilla against each other row: does who stays longer know more of the topic?"""
+
+    def asked(row: Row) -> tuple[float, float] | None:
+        run, topic = row.mean("run_length"), row.mean("topic_information")
+        return None if run is None or topic is None else (run, topic)
+
+    plain = asked(vanilla) if vanilla is not None else None
+    if plain is None:
+        return ""
+    lines = []
+    for row in rows:
+        found = asked(row)
+        if row is not vanilla and found is not None:
+            more = "more" if found[1] > plain[1] else "no more"
+            lines.append(
+                f"- `{row.label}` stays {found[0] / plain[0]:.2f} × as long as vanilla and knows {more} of the topic: "
+                f"{found[1]:.4f} bits against {plain[1]:.4f}."
+            )
+    return "\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def _shared(collection: Collection) -> str:
