@@ -10,7 +10,7 @@ from pathlib import Path
 import vl_convert
 
 from stickymoe.experiments import figures, frontier, tables
-from stickymoe.experiments.collection import Collection, Group, Row, collect, kept_gain
+from stickymoe.experiments.collection import Collection, Group, Row, collect, common_seeds, kept_gain
 from stickymoe.experiments.frontier import EVEN, FEWER, KEPT, Point
 from stickymoe.experiments.tables import ALL_SLOTS, Table
 from stickymoe.runs.presets import RECOMMENDED
@@ -36,7 +36,7 @@ def page(collection: Collection, drawn: Path) -> str:
     screen = find(steps=300, experts=4, corpus="wikitext-2")
     sixteen = find(steps=1000, experts=16, corpus="wikitext-2")
     longer = next(
-        (g for g in collection.groups if g.config.train.steps > 1000 and _is(g, experts=4, fraction=1.0)), None
+        (g for g in collection.groups if g.config.train.steps > 1000 and _is(g, experts=4, corpus="wikitext-2")), None
     )
     factbook = find(experts=4, corpus="factbook")
     sections = {
@@ -74,13 +74,8 @@ fewer misses than vanilla, with experts used evenly (at least {EVEN:.0%} of full
 
 def _is(group: Group, **wanted: object) -> bool:
     data, model = group.config.data, group.config.model
-    facts = {
-        "steps": group.config.train.steps,
-        "experts": model.n_experts,
-        "corpus": Path(data.path).name if data.path else data.corpus,
-        "fraction": data.fraction,
-    }
-    whole = data.fraction == 1 and group.config.model.d_model == 128 and model.layers_per_pool == 1
+    facts = {"steps": group.config.train.steps, "experts": model.n_experts, "corpus": group.corpus[0]}
+    whole = data.fraction == 1 and model.d_model == 128 and model.layers_per_pool == 1
     return whole and all(facts[key] == value for key, value in wanted.items())
 
 
@@ -121,12 +116,14 @@ def _targets(*groups: tuple[Group | None, int]) -> str:
             lines.append(f"- **{where}: reached** by {'; '.join(_told(p, C) for p in solved)}.")
             continue
         fewest = max(
-            (p for p in found if p.even and C in p.fewer), key=lambda p: min(1, p.kept.mean / KEPT) * p.fewer[C].mean
+            (p for p in found if p.even and C in p.fewer and p.row is not group.baseline),
+            key=lambda p: min(1, p.kept.mean / KEPT) * p.fewer[C].mean,
+            default=None,
         )
         lines.append(
-            f"- **{where}: not reached.** "
-            + (f"The fewest misses with {KEPT:.0%} kept: {_told(near, C)}. " if near else "")
-            + f"Nearest by the product of both: {_told(fewest, C)}."
+            f"- **{where}: not reached.**"
+            + (f" The fewest misses with {KEPT:.0%} kept: {_told(near, C)}." if near else "")
+            + (f" Nearest by the product of both: {_told(fewest, C)}." if fewest else "")
         )
     return "\n".join(lines) + "\n" if lines else ""
 
@@ -134,7 +131,7 @@ def _targets(*groups: tuple[Group | None, int]) -> str:
 def _where(group: Group) -> str:
     """How it differs from most groups of this page: the corpus and the steps."""
     steps = group.config.train.steps
-    corpus = "" if _is(group, corpus="wikitext-2") else f", {group.config.data.corpus}"
+    corpus = "" if _is(group, corpus="wikitext-2") else f", {group.corpus[0]}"
     return corpus + ("" if steps == 1000 else f", {steps:,} steps")
 
 
@@ -237,17 +234,19 @@ def _fits(group: Group | None, smaller: Group | None, capacity: int) -> str:
     lines = []
     for row in smaller.routed:
         kept = kept_gain(row, baseline=group.baseline, dense=dense)
+        seeds = common_seeds(row, group.baseline, dense)
+        ppl, hit = row.metric("ppl", seeds), row.metric(f"{ALL_SLOTS}{capacity}", seeds)
         if kept is not None:
-            hit = row.mean(f"{ALL_SLOTS}{capacity}")
-            lines.append((row, kept, "first tokens only" if hit is None else f"{1 - hit:.3f}"))
+            misses = "first tokens only" if hit is None else f"{1 - hit.mean:.3f}"
+            lines.append((row, kept, tables.number(ppl, ".2f"), misses))
     few, many = smaller.config.model.n_experts, group.config.model.n_experts
     words = (
         f"A device that holds {capacity} experts a layer can have a mixture of {few}, which loads nothing after its "
         f"first tokens. That is what a router over {many} must beat with so strict a cache:\n\n"
     )
     cells = tuple(
-        (f"{row.label}, N={few}", str(kept.n), f"{row.mean('ppl'):.2f}", f"{100 * kept.mean:.0f}", misses)
-        for row, kept, misses in sorted(lines, key=lambda line: -line[1].mean)[:6]
+        (f"{row.label}, N={few}", str(kept.n), ppl, f"{100 * kept.mean:.0f}", misses)
+        for row, kept, ppl, misses in sorted(lines, key=lambda line: -line[1].mean)[:6]
     )
     heads = ("variant", "common seeds", "PPL ↓", f"gain of N={many} kept % ↑", f"misses C={capacity} ↓")
     return words + tables.markdown(Table("fits", "", heads, cells)) + "\n"

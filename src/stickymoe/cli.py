@@ -16,6 +16,7 @@ from stickymoe import __version__
 from stickymoe.errors import InterruptedRunError, StickyError, unknown
 
 if TYPE_CHECKING:
+    from stickymoe.experiments.collection import Collection
     from stickymoe.experiments.tables import Table
     from stickymoe.locality.streams import Access
     from stickymoe.runs.config import RunConfig
@@ -150,6 +151,8 @@ def _train_config(args: argparse.Namespace, flags: list[str]) -> RunConfig:
         if not file.exists():
             if not (args.out / "record.json").exists():
                 raise RunError(f"There is no run to resume in {args.out}: start one without --resume.")
+            if args.variant or args.recommended:
+                raise StickyError(f"--resume goes on with the variant of {args.out}: leave out the other one.")
             return config_from(RunRecord.read(args.out / "record.json").config, flags)  # killed between the two
     return read_config(flags, preset=args.preset, variant=args.variant, recommended=args.recommended, file=file)
 
@@ -222,6 +225,8 @@ def _sweep(argv: list[str]) -> None:
     _require_settings(parser, flags)
     if any(flag.partition("=")[0] == "--seed" for flag in flags):
         raise StickyError("--seed: a sweep takes --seeds, as in --seeds 42,43.")
+    if any(flag.partition("=")[0] in ("--variant", "--variant.name") for flag in flags):
+        raise StickyError("--variant: the rows of a grid have theirs; choose some with --rows, or pass a YAML file.")
 
     from stickymoe.experiments.grids import chosen_rows, configs, load_grid
     from stickymoe.experiments.sweep import plan, sweep
@@ -262,12 +267,16 @@ def _report(argv: list[str]) -> None:
 
     memory = None if args.memory is None else parse_bytes(args.memory, "--memory")
     collection = report(args.runs, args.out, device=args.device, memory=memory)
-    for bad in collection.damaged:
-        print(f"stickymoe: skipped {bad.path}: {bad.reason}", file=sys.stderr)
+    _print_damaged(collection)
     done = sum(run.complete for run in collection.runs)
     print(
         f"{args.out}  {done} of {len(collection.runs)} runs complete; tables and figures in {args.out.with_suffix('')}/"
     )
+
+
+def _print_damaged(collection: Collection) -> None:
+    for bad in collection.damaged:
+        print(f"stickymoe: skipped {bad.path}: {bad.reason}", file=sys.stderr)
 
 
 def _frontier(argv: list[str]) -> None:
@@ -280,7 +289,14 @@ def _frontier(argv: list[str]) -> None:
     from stickymoe.experiments.frontier import EXPLAINED, kept_table
 
     shown = False
-    for group in collect(args.runs).groups:
+    collection = collect(args.runs)
+    _print_damaged(collection)
+    for run in collection.runs:
+        if not run.complete:
+            why = f": {run.record.failure}" if run.record.failure else ""
+            name = f"{run.config.variant.label}, seed {run.config.seed}"
+            print(f"stickymoe: {name} is not counted, {run.record.status}{why}", file=sys.stderr)
+    for group in collection.groups:
         table = kept_table(group)
         if table is not None:
             _print_lines([group.title, table])

@@ -42,7 +42,7 @@ def test_a_point_is_what_it_keeps_and_what_it_misses():
     _, by_name = found()
     smooth = by_name["smooth"]
     assert smooth.kept.mean == pytest.approx(0.6)
-    assert smooth.misses == pytest.approx({2: 0.4, 3: 0.2})
+    assert {C: misses.mean for C, misses in smooth.misses.items()} == pytest.approx({2: 0.4, 3: 0.2})
     assert smooth.fewer[3].mean == pytest.approx(1.25)
     assert "dense" not in by_name
 
@@ -81,8 +81,47 @@ def test_the_interval_is_students():
     table = frontier.kept_table(group)
     assert table is not None
     cells = {row[0]: [str(cell) for cell in row] for row in table.rows}
-    assert cells["smooth d=0.5 ★"][1:6] == ["3", "104.33 ± 1.53", "60 ± 0", "0.400", "1.25 ± 0.00"]
+    assert cells["smooth d=0.5 ★"][1:6] == ["3", "104.33 ± 1.53", "60 ± 0", "0.400 ± 0.000", "1.25 ± 0.00"]
     assert cells["vanilla ★"][5] == "–"
+
+
+def test_rows_are_held_against_each_other_over_common_seeds():
+    """With one seed in common, that seed decides, whatever the others are like."""
+    lucky = {"name": "smooth", "decay": 0.5}
+    more = [
+        a_run(lucky, seed=43, ppl=90.0, cache_hit_rate_all_c2=0.9, cache_hit_rate_all_c3=0.9),
+        a_run("residency", seed=42, ppl=103.0, cache_hit_rate_all_c2=0.7, cache_hit_rate_all_c3=0.9),
+    ]
+    (group,) = grouped([*runs()[:5], *runs(43)[:2], *more])
+    by_name = {point.row.variant.name: point for point in frontier.points(group)}
+    assert by_name["smooth"].ppl.mean == pytest.approx(97.0)
+    assert by_name["residency"].beats(by_name["smooth"], 2)
+    assert not by_name["smooth"].beats(by_name["residency"], 2)
+    (group,) = grouped([*runs()[:2], *runs(43)[:2], more[0], more[1]])
+    smooth, residency = (
+        next(p for p in frontier.points(group) if p.row.variant.name == n) for n in ("smooth", "residency")
+    )
+    assert not smooth.beats(residency, 2), "without a common seed nothing can be said"
+    assert not residency.beats(smooth, 2)
+
+
+def test_the_interval_of_a_share_is_that_of_a_ratio():
+    """A row that keeps the same share with every seed is sure of it, however the gain itself may vary."""
+    ppls = {42: (100.0, 110.0), 43: (100.0, 130.0), 44: (100.0, 104.0)}
+    made = [
+        run
+        for seed, (base, dense) in ppls.items()
+        for run in (
+            a_run("vanilla", seed=seed, ppl=base),
+            a_run("dense", seed=seed, ppl=dense),
+            a_run("oracle", seed=seed, ppl=dense - 0.5 * (dense - base)),
+        )
+    ]
+    (group,) = grouped(made)
+    shares = {point.row.label: point.kept for point in frontier.points(group)}
+    assert shares["oracle"].mean == pytest.approx(0.5)
+    assert shares["oracle"].sd == pytest.approx(0.0, abs=1e-12)
+    assert shares["vanilla"].sd == 0.0
 
 
 def test_without_controls_or_gain_there_is_no_table():

@@ -56,8 +56,8 @@ def test_seeds_are_counted_and_their_deviation_shown():
     assert (vanilla[head.index("seeds")], soft[head.index("seeds")]) == ("1", "2 (1 not complete)")
     assert soft[head.index("PPL ↓")] == "102.50 ± 0.71"
     read = list(csv.DictReader(io.StringIO(csv_text(table))))
-    assert (read[1]["PPL ↓"], read[0]["PPL ↓ sd"], read[0]["ΔPPL %"]) == ("102.5", "", "")
-    assert float(read[1]["PPL ↓ sd"]) == pytest.approx(0.5**0.5)
+    assert (read[1]["PPL ↓"], read[0]["PPL ↓ ±"], read[0]["ΔPPL %"]) == ("102.5", "", "")
+    assert float(read[1]["PPL ↓ ±"]) == pytest.approx(0.5**0.5)
 
 
 def test_latex_is_a_booktabs_table_with_nothing_unescaped():

@@ -295,7 +295,7 @@ def test_as_many_experts_as_there_are_can_be_chosen_and_no_more():
 def test_positions_of_other_rows_are_refused():
     x = router_input(np.random.default_rng(0), 3, 4)
     object.__setattr__(x, "position", x.position[:1])  # past the types, which are checked in tests alone
-    with pytest.raises(StickyError, match=r"3 × 4 tokens with positions or state of \[1\] rows, expected 3"):
+    with pytest.raises(StickyError, match=r"positions of shape \[1, 4\], expected \[3, 4\]"):
         router(np.random.default_rng(0), 4, 2)(x)
 
 

@@ -117,8 +117,10 @@ class Row:
         values = {run.config.seed: run.record.metrics.get(metric) for run in self.complete}
         return {seed: float(value) for seed, value in values.items() if value is not None}
 
-    def metric(self, name: str) -> Value | None:
-        return Value.of(list(self.by_seed(name).values()))
+    def metric(self, name: str, seeds: Iterable[int] | None = None) -> Value | None:
+        """Over all seeds that have it, or those of them among `seeds`."""
+        values = self.by_seed(name)
+        return Value.of([value for seed, value in values.items() if seeds is None or seed in seeds])
 
     def mean(self, name: str) -> float | None:
         value = self.metric(name)
@@ -144,27 +146,30 @@ class Row:
         return self.against(baseline, hit_rate, lambda hit, base: (1 - base) / (1 - hit) if hit < 1 else math.inf)
 
     def against(self, other: Row, metric: str, compare: Callable[[float, float], float]) -> Value | None:
-        """Both compared seed by seed, over the seeds both have; without a common one, their means."""
+        """Both compared seed by seed, over the seeds both have; None without a common one."""
         ours, theirs = self.by_seed(metric), other.by_seed(metric)
-        if not ours or not theirs:
-            return None
-        common = sorted(ours.keys() & theirs.keys())
-        if common:
-            return Value.of([compare(ours[seed], theirs[seed]) for seed in common])
-        return Value.of([compare(statistics.fmean(ours.values()), statistics.fmean(theirs.values()))])
+        return Value.of([compare(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())])
+
+
+def common_seeds(*rows: Row) -> list[int]:
+    """The seeds for which all of them have a perplexity."""
+    return sorted(set.intersection(*(set(row.by_seed("ppl")) for row in rows)))
 
 
 def kept_gain(row: Row, *, baseline: Row, dense: Row) -> Value | None:
     """The share of the mixture's gain over the dense control that a row keeps, over seeds that all three have.
 
-    (PPL_dense − PPL_x) / (PPL_dense − PPL_vanilla): the gain itself is the mean over those seeds.
+    (PPL_dense − PPL_x) / (PPL_dense − PPL_vanilla), both as means over those seeds. The deviation is that of a ratio:
+    of what each seed's gain is off that share of the mixture's gain with the same seed.
     """
     ours, base, without = (r.by_seed("ppl") for r in (row, baseline, dense))
-    common = sorted(ours.keys() & base.keys() & without.keys())
-    if not common:
+    seeds = common_seeds(row, baseline, dense)
+    gain = statistics.fmean(without[seed] - base[seed] for seed in seeds) if seeds else 0.0
+    if gain <= 0:
         return None
-    gain = statistics.fmean(without[seed] - base[seed] for seed in common)
-    return Value.of([(without[seed] - ours[seed]) / gain for seed in common]) if gain > 0 else None
+    kept = statistics.fmean(without[seed] - ours[seed] for seed in seeds) / gain
+    off = [((without[seed] - ours[seed]) - kept * (without[seed] - base[seed])) / gain for seed in seeds]
+    return Value(kept, statistics.stdev(off) if len(off) > 1 else None, len(off))
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,8 @@ class Group:
 
     @property
     def config(self) -> RunConfig:
-        return self.runs[0].config
+        """Of its first run that routes: the dense control may come from a mixture of other experts."""
+        return _one_of(self.runs).config
 
     @property
     def complete(self) -> tuple[Row, ...]:
@@ -204,19 +210,25 @@ class Group:
         """`small` or `medium` if the model is the paper's."""
         for size in ("small", "medium"):
             sizes = PRESETS[f"paper-{size}"]["model"]
-            if all(getattr(self.config.model, key) == value for key, value in sizes.items()):
+            model = self.config.model
+            if model.layers_per_pool == 1 and all(getattr(model, key) == value for key, value in sizes.items()):
                 return size
         return None
 
     @property
+    def corpus(self) -> tuple[str, int]:
+        """The name of its text, and of how many tokens the vocabulary is."""
+        data = self.config.data
+        return Path(data.path).name if data.path else data.corpus, int(self.runs[0].record.data["vocab_size"])
+
+    @property
     def title(self) -> str:
         data, model, train = self.config.data, self.config.model, self.config.train
-        corpus = Path(data.path).name if data.path else data.corpus
         part = f", {data.fraction:.0%} of it" if data.fraction < 1 else ""
         size = f"{self.size} model" if self.size else f"d={model.d_model}, L={model.n_layers}"
         return (
-            f"{size}, N={model.n_experts}, k={model.top_k} · {corpus}{part}, "
-            f"vocabulary {self.runs[0].record.data['vocab_size']:,} · {train.steps:,} steps"
+            f"{size}, N={model.n_experts}, k={model.top_k} · {self.corpus[0]}{part}, "
+            f"vocabulary {self.corpus[1]:,} · {train.steps:,} steps"
             f"{f' · {self.note}' if self.note else ''}"
         )
 
@@ -257,7 +269,7 @@ def collect(folders: Sequence[Path]) -> Collection:
     for path in sorted({p for folder in folders for p in _records(folder)}):
         try:
             run = _read(RunFolder(path.parent), damaged)
-        except (StickyError, KeyError, TypeError) as e:
+        except (StickyError, KeyError, TypeError, AttributeError) as e:
             damaged.append(Damaged(path, str(e)))
             continue
         known = runs.get(run.record.run_id)
@@ -338,9 +350,13 @@ def _setting(run: Run, *, of_experts: bool = True) -> dict[str, Any]:
 
 def _difference(group: Group, alike: list[Group]) -> str:
     """The settings in which groups of one title differ, as this one has them."""
-    settings = [_setting(other.runs[0]) for other in alike]
+    settings = [_setting(_one_of(other.runs)) for other in alike]
     differs = [key for key in settings[0] if len({repr(setting[key]) for setting in settings}) > 1]
-    return ", ".join(f"{key} {_setting(group.runs[0])[key]}" for key in differs)
+    return ", ".join(f"{key} {_setting(_one_of(group.runs))[key]}" for key in differs)
+
+
+def _one_of(runs: Sequence[Run]) -> Run:
+    return next((run for run in runs if run.config.variant.name != "dense"), runs[0])
 
 
 def _rows(runs: list[Run]) -> tuple[Row, ...]:

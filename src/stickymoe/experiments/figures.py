@@ -116,21 +116,22 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
 def kept_gain(group: Group, capacity: int) -> Chart | None:
     """Share of the mixture's gain that is kept against all-slots misses, and the corner one would like to be in."""
     found = [point for point in points(group) if capacity in point.misses]
-    if len(found) < 2:
+    baseline = next((p for p in found if p.row is group.baseline), None)
+    if baseline is None or len(found) < 2:
         return None
     unbeaten = best(found, capacity)
     shown: Points = [
         {
             "label": p.row.label,
             "of": "the paper" if of_the_paper(p.row) else "vanilla" if p.row is group.baseline else "past the paper",
-            "misses": _round(max(p.misses[capacity], 1e-4)),
+            "misses": _round(max(p.misses[capacity].mean, 1e-4)),
             "kept": _round(100 * p.kept.mean),
             "seeds": p.kept.n,
             "best": p in unbeaten,
         }
         for p in found
     ]
-    vanilla = next(p for p in found if p.row is group.baseline).misses[capacity]
+    vanilla = baseline.misses[capacity].mean
     low = min(min(p["misses"] for p in shown), vanilla / FEWER) * 0.8
     top = max(110.0, max(p["kept"] for p in shown) + 5)
     floor = max(-100.0, min(p["kept"] for p in shown) - 5)

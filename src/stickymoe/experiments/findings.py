@@ -76,7 +76,7 @@ def _metric(row: Row, name: str) -> float:
 
 def _change(group: Group, row: Row) -> Value:
     """Perplexity against vanilla, in per cent."""
-    return _measured(row.change(_row(group, "vanilla")), f"the perplexity of {row.label}")
+    return _measured(row.change(_row(group, "vanilla")), f"a seed that both vanilla and {row.label} have")
 
 
 def _percent(group: Group, row: Row) -> str:
@@ -86,7 +86,7 @@ def _percent(group: Group, row: Row) -> str:
 def _reduction(row: Row, base: Row, metric: str = "switch_rate") -> float:
     """The share by which a rate is lower than the baseline's."""
     value = row.against(base, metric, lambda ours, theirs: 1 - ours / theirs if theirs else 0.0)
-    return _measured(value, f"{metric} of {row.label}").mean
+    return _measured(value, f"a seed for which both {base.label} and {row.label} have {metric}").mean
 
 
 def _less(share: float) -> str:
@@ -265,7 +265,7 @@ def _worth(group: Group) -> Decision:
         return "measured", text + "Here the mixture is worth nothing, so no share of it can be kept."
     kept = [(r, kept_gain(r, baseline=base, dense=dense)) for r in group.routed if r is not base]
     shown = ", ".join(f"{r.label} {share.mean:.0%}" for r, share in kept if share is not None)
-    return "measured", text + f"Share of that gain kept, over common seeds: {shown}."
+    return "measured", text + (f"Share of that gain kept, over common seeds: {shown}." if shown else "").strip()
 
 
 def _co_adaptation(group: Group) -> Decision:
@@ -323,10 +323,12 @@ def _overfitting(group: Group, others: Sequence[Group]) -> Decision:
     changes = [f"{row.label} {_percent(group, row)}" for row in soft]
     text = f"{group.runs[0].epochs:.1f} epochs: {'; '.join(ends)}. Against vanilla: {', '.join(changes)}"
     for other in others:
-        if other.config.model == group.config.model and other.config.data.fraction == 1 and other.baseline is not None:
+        alike = other.config.model == group.config.model and other.corpus == group.corpus
+        if alike and other.config.data.fraction == 1 and other.baseline is not None:
             same = [row for s in soft if (row := other.find(s.variant.key)) is not None]
             whole = ", ".join(f"{row.label} {_percent(other, row)}" for row in same)
-            text += f"; on the whole corpus, {other.runs[0].epochs:.1f} epochs: {whole}" if same else ""
+            seen = f"{other.config.train.steps:,} steps, {other.runs[0].epochs:.1f} epochs"
+            text += f"; on the whole corpus, {seen}: {whole}" if same else ""
     return "measured", text + "."
 
 

@@ -11,30 +11,36 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stickymoe.experiments.collection import Group, Row, Value, kept_gain
+from stickymoe.experiments.collection import Group, Row, Value, common_seeds, kept_gain
 from stickymoe.experiments.grids import PAPER_ROWS
-from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Cell, Table, capacities, number
+from stickymoe.experiments.tables import ALL_SLOTS, Cell, Table, capacities, number
 
 # What a row must reach to be called solved: ten times fewer misses, four fifths of the gain.
 FEWER, KEPT = 10.0, 0.8
 EXPLAINED = (
-    "Gain kept: share of the mixture's gain over dense, ± half of its 95 % interval over seeds · misses per access "
-    "over all slots, × times fewer than vanilla · ★ beaten by none at the smallest cache · even: expert use of at "
-    "least 95 % of full entropy, none neglected."
+    "Gain kept: share of the mixture's gain over dense, ± half of its 95 % interval over seeds, elsewhere one standard "
+    "deviation · misses per access over all slots, × times fewer than vanilla · ★ beaten by none at the smallest "
+    "cache, over common seeds · even: expert use of at least 95 % of full entropy, none neglected."
 )
 EVEN = 0.95  # of log₂ N, for the entropy of the experts' use
 # Two-sided 95 % points of Student's t for 1, 2, … degrees of freedom.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One row: the gain it keeps, and per capacity its misses per access and how many times fewer than vanilla's."""
+    """One row: the gain it keeps, and per capacity its misses per access and how many times fewer than vanilla's.
+
+    All are over the seeds that it has in common with vanilla and dense.
+    """
 
     row: Row
-    ppl: float
+    ppl: Value
     kept: Value
-    misses: dict[int, float]
+    misses: dict[int, Value]
     fewer: dict[int, Value]
 
     @property
@@ -44,9 +50,12 @@ class Point:
         return entropy is not None and entropy >= EVEN * math.log2(n) and not self.row.mean("neglected_experts")
 
     def beats(self, other: Point, capacity: int) -> bool:
-        """Better in perplexity or misses, and no worse in the other."""
-        ours, theirs = (self.ppl, self.misses[capacity]), (other.ppl, other.misses[capacity])
-        return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
+        """Better in perplexity or misses, and no worse in the other, over common seeds."""
+        ppl = self.row.against(other.row, "ppl", lambda ours, theirs: theirs - ours)
+        hits = self.row.against(other.row, f"{ALL_SLOTS}{capacity}", lambda ours, theirs: ours - theirs)
+        if ppl is None or hits is None:
+            return False
+        return min(ppl.mean, hits.mean) >= 0 and max(ppl.mean, hits.mean) > 0
 
     def solves(self, capacity: int) -> bool:
         return self.kept.mean >= KEPT and self.fewer[capacity].mean >= FEWER and self.even
@@ -56,8 +65,7 @@ def interval(value: Value) -> float | None:
     """Half the width of the 95 % interval of a mean over seeds; None for a single one."""
     if value.sd is None:
         return None
-    t = _T95[value.n - 2] if value.n - 2 < len(_T95) else 1.96
-    return t * value.sd / math.sqrt(value.n)
+    return _T95[min(value.n - 1, len(_T95)) - 1] * value.sd / math.sqrt(value.n)
 
 
 def points(group: Group) -> list[Point]:
@@ -68,16 +76,17 @@ def points(group: Group) -> list[Point]:
     found = []
     for row in group.routed:
         kept = kept_gain(row, baseline=baseline, dense=dense)
-        hit_rates = {C: row.mean(f"{ALL_SLOTS}{C}") for C in capacities(group.rows)}
+        seeds = common_seeds(row, baseline, dense)
+        hit_rates = {C: row.metric(f"{ALL_SLOTS}{C}", seeds) for C in capacities(group.rows)}
         fewer = {C: row.fewer_misses(baseline, f"{ALL_SLOTS}{C}") for C in hit_rates}
-        ppl = row.mean("ppl")
+        ppl = row.metric("ppl", seeds)
         if kept is not None and ppl is not None:
             found.append(
                 Point(
                     row,
                     ppl,
                     kept,
-                    {C: 1 - hit for C, hit in hit_rates.items() if hit is not None},
+                    {C: Value(1 - hit.mean, hit.sd, hit.n) for C, hit in hit_rates.items() if hit is not None},
                     {C: value for C, value in fewer.items() if value is not None},
                 )
             )
@@ -89,7 +98,7 @@ def best(found: Sequence[Point], capacity: int) -> list[Point]:
     left = [point for point in found if capacity in point.misses]
     return sorted(
         (point for point in left if not any(other.beats(point, capacity) for other in left)),
-        key=lambda point: point.misses[capacity],
+        key=lambda point: point.misses[capacity].mean,
     )
 
 
@@ -102,12 +111,12 @@ def kept_table(group: Group, *, name: str = "kept", caption: str = "") -> Table 
     stars = {point.row.label for point in best(found, sizes[0])} if sizes else set()
     lines = []
     for point in found:
-        half = None if point.row is group.baseline else interval(point.kept)  # the unit itself
-        share = f"{100 * point.kept.mean:.0f}" + (f" ± {100 * half:.0f}" if half is not None else "")
-        cells: list[Cell] = [str(point.kept.n), number(point.row.metric("ppl"), ".2f"), share]
+        kept, half = 100 * point.kept.mean, interval(point.kept)
+        share = Value(kept, None if half is None else 100 * half, point.kept.n)
+        cells: list[Cell] = [str(point.kept.n), number(point.ppl, ".2f"), number(share, ".0f")]
         for C in sizes:
             fewer = None if point.row is group.baseline else point.fewer.get(C)
-            cells += [f"{point.misses[C]:.3f}" if C in point.misses else NOTHING, number(fewer, ".2f")]
+            cells += [number(point.misses.get(C), ".3f"), number(fewer, ".2f")]
         cells += [number(point.row.metric("switch_rate"), ".3f"), number(point.row.metric("cache_hit_rate"), ".3f")]
         cells += ["yes" if point.even else "no"]
         label = f"{point.row.label} ★" if point.row.label in stars else point.row.label

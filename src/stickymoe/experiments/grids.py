@@ -150,6 +150,8 @@ def load_grid(name: str) -> Settings:
 def configs(grid: Settings, *, seeds: list[int], flags: list[str], source: str) -> list[RunConfig]:
     """Every run of a grid: each row with each seed, seeds outermost; `flags` are over all of them."""
     rows = grid["rows"]
+    if any("seed" in settings for settings in (grid, *rows)):
+        raise ConfigError(f"seed (in {source}): a sweep takes --seeds, as in --seeds 42,43.")
     common = {key: value for key, value in grid.items() if key != "rows"}
     return [
         config_from({**_merged(common, row), "seed": seed}, flags, source=f" (in row {i + 1} of {source})")

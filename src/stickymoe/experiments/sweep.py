@@ -86,7 +86,8 @@ def sweep(cells: list[Cell], *, jobs: int, console: Console | None = None) -> li
             cell.status = "complete"
     live = Live(_table(cells), console=console, refresh_per_second=1, transient=False)
     # A terminated sweep must not leave its runs behind, nor one in the background be deaf to Ctrl-C.
-    before = {s: signal.signal(s, signal.default_int_handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {s: signal.signal(s, signal.default_int_handler) for s in ends}
     try:
         with live if console.is_terminal else _Lines(cells, console) as shown:
             while True:
@@ -97,17 +98,26 @@ def sweep(cells: list[Cell], *, jobs: int, console: Console | None = None) -> li
                     return cells
                 time.sleep(0.5)
     except KeyboardInterrupt:
-        running = [cell for cell in cells if cell.process is not None]
-        for cell in running:
-            assert cell.process is not None
-            cell.process.send_signal(signal.SIGINT)
-        for cell in running:
-            assert cell.process is not None
-            cell.process.wait()
+        _stop(cells)
         raise InterruptedRunError("Sweep stopped, its runs saved. The same command goes on with it.") from None
+    except BaseException as e:
+        _stop(cells)
+        if isinstance(e, OSError):
+            where = f"{e.filename}: " if e.filename else ""
+            raise RunError(f"Sweep stopped, its runs saved ({where}{e.strerror or e}).") from e
+        raise
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
+
+
+def _stop(cells: list[Cell]) -> None:
+    """End the runs that are under way; each saves before it goes."""
+    running = [cell.process for cell in cells if cell.process is not None]
+    for process in running:
+        process.send_signal(signal.SIGINT)
+    for process in running:
+        process.wait()
 
 
 def _launch(cells: list[Cell], jobs: int) -> None:
@@ -132,7 +142,7 @@ def _start(cell: Cell) -> subprocess.Popen[bytes]:
     cell.folder.write_config(cell.config, config)
     command = [sys.executable, "-m", "stickymoe.cli", "train", "--quiet", "--resume", "--config", str(config)]
     command += ["--out", str(cell.folder.path)]
-    if cell.after is not None and cell.after.status == "complete":
+    if cell.after is not None and cell.after.status == "complete" and cell.after.folder.has_end(cell.after.steps):
         command += ["--first_phase", str(cell.after.folder.path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with _said(cell).open("w") as said:
@@ -142,8 +152,8 @@ def _start(cell: Cell) -> subprocess.Popen[bytes]:
 
 
 def _said(cell: Cell) -> Path:
-    """What the run's process says."""
-    return cell.folder.path / ".stderr"
+    """What the run's process says, where no other sweep's writes."""
+    return cell.folder.path / f".stderr-{os.getpid()}"
 
 
 def _collect(cells: list[Cell]) -> None:
@@ -152,6 +162,7 @@ def _collect(cells: list[Cell]) -> None:
         if cell.process is None or cell.process.poll() is None:
             continue
         said = _said(cell).read_text(errors="replace").strip().splitlines()
+        _said(cell).unlink()
         code, cell.process = cell.process.returncode, None
         if (record := cell.record) is not None and record.status == "complete":  # by this process or another sweep's
             cell.status = "complete"

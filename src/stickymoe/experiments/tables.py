@@ -146,13 +146,13 @@ def markdown_escaped(text: str) -> str:
 
 
 def csv_text(table: Table) -> str:
-    """All digits, empty where nothing was measured; another column for the deviation where there is one."""
+    """All digits, empty where nothing was measured; another column for what follows ± where there is such."""
     columns = zip(*table.rows, strict=True)
     spread = [any(isinstance(cell, Number) and cell.sd for cell in column) for column in columns]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     heads = zip(table.headings, spread, strict=True)
-    writer.writerow([h for heading, two in heads for h in ([heading, f"{heading} sd"] if two else [heading])])
+    writer.writerow([h for heading, two in heads for h in ([heading, f"{heading} ±"] if two else [heading])])
     for row in table.rows:
         cells: list[float | str | None] = []
         for cell, two in zip(row, spread, strict=True):
@@ -185,6 +185,11 @@ _LATEX = {
     "ρ": r"$\rho$",
     "δ": r"$\delta$",
     "τ": r"$\tau$",
+    "κ": r"$\kappa$",
+    "η": r"$\eta$",
+    "θ": r"$\theta$",
+    "ξ": r"$\xi$",
+    "★": r"$\star$",
     "≥": r"$\geq$",
     "≤": r"$\leq$",
 }

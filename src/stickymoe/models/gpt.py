@@ -215,6 +215,8 @@ def _require_whole(tokens: Tensor, mask: Tensor | None, doc: Tensor | None, cach
     """Refuse what would be routed and attended to as something else."""
     if tokens.numel() == 0:
         raise ConfigError(f"tokens: got {list(tokens.shape)}, expected at least one sequence of one token.")
+    if mask is not None and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        raise ConfigError("mask: got padding before real tokens, which would be attended to; pad on the right.")
     if cache is None:
         return
     if mask is not None and not bool(mask.all()):

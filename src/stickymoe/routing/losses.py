@@ -88,7 +88,8 @@ def _pair_mean(trace: RoutingTrace, step: Float[Tensor, "L B steps"]) -> Float[T
 def anchor_by_layer(trace: RoutingTrace, *, window: int, anchor_gradient: bool = False) -> Float[Tensor, " L"]:
     """eq:hard_loss. Σ (t−s)/W · ‖g_t − g_s‖² over real tokens, s the first token of t's window; divided by real tokens.
 
-    Windows are counted from the start of the document. The anchor is fixed unless `anchor_gradient`.
+    Windows are counted from the start of the document, padding in front included: pad on the right. The anchor is fixed
+    unless `anchor_gradient`.
     """
     require(window >= 1, "window", window, "a whole number ≥ 1")
     L, B, T, N = trace.g.shape
@@ -165,7 +166,7 @@ def adjacent_entropy_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
 def chunk_by_layer(trace: RoutingTrace, *, window: int) -> Float[Tensor, " L"]:
     """1 − Π_t (1 − g_t)^k, mean over experts and chunks of W tokens: the share of experts a chunk calls (BlockFFN).
 
-    Chunks are counted from the start of the document; those without a real token do not count.
+    Chunks are counted from the start of the document, as windows are; those without a real token do not count.
     """
     require(window >= 1, "window", window, "a whole number ≥ 1")
     L, B, T, N = trace.g.shape

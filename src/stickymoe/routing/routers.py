@@ -271,6 +271,8 @@ class Router(nn.Module):
 def _require_rows(x: RouterInput, state: State) -> None:
     """Compiled loops do not look where they write."""
     B, T = x.h.shape[:2]
-    if x.position.shape != (B, T) or any(len(array) != B for array in state.values()):
-        rows = sorted({len(x.position), *(len(array) for array in state.values())})
-        raise ConfigError(f"Router: got {B} × {T} tokens with positions or state of {rows} rows, expected {B}.")
+    if x.position.shape != (B, T):
+        raise ConfigError(f"Router: got positions of shape {list(x.position.shape)}, expected {[B, T]} as the tokens.")
+    if any(len(array) != B for array in state.values()):
+        rows = sorted({len(array) for array in state.values()})
+        raise ConfigError(f"Router: got {B} rows of tokens with a state of {rows} rows, expected {B}.")

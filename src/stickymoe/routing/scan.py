@@ -30,6 +30,8 @@ def remembered(
 ) -> Shaped[np.ndarray, "B width"]:
     """A copy of what `state` knows under that name, for a kernel to go on with; zeros where a text begins."""
     if name in state:
+        if state[name].shape[1] != width:
+            raise ConfigError(f"Router: got a state '{name}' of width {state[name].shape[1]}, expected {width}.")
         return state[name].copy()
     if position[:, 0].any():
         raise ConfigError(

@@ -83,7 +83,6 @@ class TwoSpeed(nn.Module):
 
     def __init__(self, decay: float) -> None:
         super().__init__()
-        self.decay = decay
         self.slow = Smooth(decay, name="slow")
 
     def forward(
@@ -99,7 +98,7 @@ class TwoSpeed(nn.Module):
         B, T, M = logits.shape
         slow = remembered(state, "slow", x.position, M // 2, logits.dtype)
         out = np.empty((B, T, M // 2), logits.dtype)
-        kernels.two_speed(logits, x.position, slow, self.decay, out)
+        kernels.two_speed(logits, x.position, slow, self.slow.decay, out)
         return out, {"slow": slow}
 
 
@@ -116,7 +115,6 @@ class SiblingGates(nn.Module):
         super().__init__()
         self.gates = 3 if token else 2
         self.capacity = capacity
-        self.decays = fast, slow
         self.fast, self.slow = Smooth(fast, name="fast"), Smooth(slow, name="slow")
         family = torch.arange(n_experts) % capacity
         self.register_buffer("same", family[:, None] == family, persistent=False)  # [N, N]
@@ -141,7 +139,8 @@ class SiblingGates(nn.Module):
         fast = remembered(state, "fast", x.position, N, logits.dtype)
         slow = remembered(state, "slow", x.position, N, logits.dtype)
         out = np.empty((B, T, N), logits.dtype)
-        kernels.sibling_logits(logits, x.position, fast, slow, self.capacity, *self.decays, out)
+        d, s = self.fast.decay, self.slow.decay
+        kernels.sibling_logits(logits, x.position, fast, slow, self.capacity, d, s, out)
         return out, {"fast": fast, "slow": slow}
 
 

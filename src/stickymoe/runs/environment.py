@@ -39,13 +39,17 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """The commit of the source tree this package runs from, marked if the package was changed since; else None."""
     source = Path(__file__)
+    package = source.parents[1]
+
+    def git(*ask: str) -> str:
+        done = subprocess.run(["git", "-C", str(package), *ask], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     try:
-        for ask in (["ls-files", "--error-unmatch", source.name], ["rev-parse", "HEAD"]):
-            done = subprocess.run(["git", "-C", str(source.parent), *ask], capture_output=True, text=True, check=True)
+        git("ls-files", "--error-unmatch", str(source))
+        return git("rev-parse", "HEAD") + ("-changed" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    changed = subprocess.run(["git", "-C", str(source.parent), "diff", "--quiet", "HEAD", "--", "."]).returncode != 0
-    return done.stdout.strip() + ("-changed" if changed else "")
 
 
 def _processor() -> str:

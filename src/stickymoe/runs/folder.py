@@ -78,6 +78,10 @@ def write_atomic(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
 class RunFolder:
     """The files of one run."""
 
@@ -112,8 +116,12 @@ class RunFolder:
         try:
             with self.lock():
                 return False
-        except RunError:
-            return True
+        except RunError as e:
+            return isinstance(e.__cause__, Timeout)
+
+    def has_end(self, step: int) -> bool:
+        """Whether the checkpoint of its last step is still there."""
+        return (self.checkpoints / checkpoint_name(step)).is_dir()
 
     def write_config(self, config: RunConfig, path: Path | None = None) -> None:
         write_atomic(path or self.config, yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True))
@@ -132,8 +140,8 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every whole line; one that was cut off in mid-write is left out."""
-        text = self.metrics.read_text(encoding="utf-8")
         try:
+            text = self.metrics.read_text(encoding="utf-8")
             return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         except ValueError as e:
             raise RunError(f"{self.metrics} is damaged: {e}.") from e

@@ -38,7 +38,7 @@ def read_config(
             given = variant or _variant_in(settings)
             raise ConfigError(f"--recommended chooses the variant: got '{given}' too, leave one of them out.")
         settings["variant"] = dict(RECOMMENDED)
-    elif variant is not None and variant != _variant_in(settings):
+    elif variant is not None and variant_class(variant) is not variant_class(_variant_in(settings)):
         settings.pop("variant", None)  # the file's hyper-parameters are another variant's
         settings["variant"] = {"name": variant}
     if preset is not None:
@@ -63,7 +63,10 @@ def config_from(settings: dict[str, Any], flags: list[str] | None = None, source
     except ArgumentError as e:
         raise ConfigError(_one_line(str(e), parser, source)) from None
     values: dict[str, Any] = parsed.as_dict()
-    return RunConfig.from_dict(values)
+    try:
+        return RunConfig.from_dict(values)
+    except ConfigError as e:
+        raise ConfigError(f"{e}{source}") from None
 
 
 def _require_sections(settings: dict[str, Any], source: str) -> None:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from stickymoe.errors import RunError
+from stickymoe.runs.folder import checkpoint_name
 
 SCHEMA = 1
 KEEP = 2
@@ -36,10 +37,6 @@ class Progress:
     step: int
     best_ppl: float | None = None
     best_step: int | None = None
-
-
-def checkpoint_name(step: int) -> str:
-    return f"step-{step:06d}"
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -142,7 +139,13 @@ def read_progress(path: Path) -> Progress:
 
 
 def load_model(path: Path, model: nn.Module) -> None:
-    model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
+    try:
+        model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
+    except RuntimeError as e:
+        raise RunError(
+            f"Checkpoint {path} does not fit the model of its config: another version of stickymoe saved it. "
+            "Use that version, or train again in a new folder."
+        ) from e
 
 
 def load_optimiser(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:

@@ -29,11 +29,12 @@ from stickymoe.routing.losses import LossContext, expert_load
 from stickymoe.routing.trace import RoutingTrace
 from stickymoe.runs.config import RunConfig
 from stickymoe.runs.environment import continued, describe_environment
-from stickymoe.runs.folder import RunFolder, run_id
+from stickymoe.runs.folder import RunFolder, checkpoint_name, run_id
 from stickymoe.runs.record import RunRecord, earlier_run
 from stickymoe.training.build import build_model, make_accelerator
 from stickymoe.training.checkpoint import (
     Progress,
+    checkpoint_damage,
     checkpoints_in,
     drop_later_checkpoints,
     find_checkpoint,
@@ -163,9 +164,9 @@ class _Run:
             self.folder.write_config(self.config)
             self.data.tokenizer.save(str(self.folder.tokenizer))
             self.folder.rewind(self.progress.step)
-        if start is None and first_phase is not None:
-            self._take_over(RunFolder(first_phase))
         try:
+            if start is None and first_phase is not None:
+                self._take_over(RunFolder(first_phase))
             with stop_request() as stop:
                 ahead = [span for span in spans(self.config) if self.progress.step < span.last]
                 for span in ahead:
@@ -190,9 +191,13 @@ class _Run:
         expected = None if same is None else run_id(replace(self.config, variant=same), self.data.fingerprint)
         if record.run_id != expected or record.status != "complete":
             raise RunError(f"{first.path} is not the finished first phase of this run ({self.config.variant.label}).")
-        weights = find_checkpoint(first.checkpoints)
-        if weights is None:
-            raise RunError(f"{first.path} has no checkpoint left to begin from.")
+        weights = first.checkpoints / checkpoint_name(ended)
+        damage = checkpoint_damage(weights)
+        if damage is not None:
+            raise RunError(
+                f"{first.path} has no whole checkpoint of its last step to begin from ({damage}): "
+                "leave out --first_phase to train that phase here."
+            )
         load_model(weights, self.model)
         every = self.config.train.eval_every
         lines = [line for line in first.read_metrics() if "train" in line or line["step"] % every == 0]
