@@ -61,6 +61,17 @@ def test_every_seed_and_flags_over_all_rows():
     assert [run.seed for run in runs] == [1] * 7 + [2] * 7
 
 
+@pytest.mark.parametrize("grid", [{"seed": 7, "rows": [{}]}, {"rows": [{"seed": 7}]}])
+def test_a_seed_in_a_grid_is_refused(grid):
+    with pytest.raises(ConfigError, match="a sweep takes --seeds"):
+        configs(grid, seeds=[42], flags=[], source="mine.yaml")
+
+
+def test_a_value_out_of_range_is_said_with_its_row():
+    with pytest.raises(ConfigError, match=r"train.steps: got -1.*\(in row 2 of mine.yaml\)"):
+        configs({"rows": [{}, {"train": {"steps": -1}}]}, seeds=[42], flags=[], source="mine.yaml")
+
+
 def test_a_yaml_grid_merges_common_settings_with_the_rows(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import pytest
 import yaml
 
 from stickymoe.cli import main
+from stickymoe.errors import RunError
+from stickymoe.experiments import sweep as sweep_module
 from stickymoe.experiments.grids import configs
 from stickymoe.experiments.sweep import plan, sweep
 from stickymoe.runs.record import RunRecord
@@ -113,6 +117,8 @@ def test_dry_run_lists_and_does_nothing(tmp_path, corpus, capsys):
         (["demo", "--jobs", "0"], "--jobs: got 0"),
         (["demo", "--dry-run"], "Did you mean '--dry_run'"),
         (["demo", "--seed", "43"], "a sweep takes --seeds"),
+        (["demo", "--variant", "soft"], "choose some with --rows"),
+        (["demo", "--variant.name=soft"], "choose some with --rows"),
         ([], "GRID"),
     ],
 )
@@ -122,7 +128,33 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, says, capsys):
     assert says in line
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_remoe_trains_its_first_phase_where_vanilla_has_no_weights_left(grid, tmp_path):
+    (vanilla,) = sweep(cells_of(grid, tmp_path, "vanilla"), jobs=1)
+    shutil.rmtree(vanilla.folder.checkpoints)
+    _, remoe = sweep(cells_of(grid, tmp_path, "vanilla", "remoe"), jobs=1)
+    assert remoe.status == "complete"
+    assert len(remoe.folder.timings.read_text().splitlines()) > 1, "all steps are its own"
+
+
+def test_a_sweep_that_cannot_go_on_leaves_no_process(grid, tmp_path, monkeypatch):
+    """As when the disk is full and the next run cannot be prepared."""
+    long = {"train": {**SHORT, "steps": 100_000}}
+    cells = [*cells_of(grid, tmp_path, "vanilla", **long), *cells_of(grid, tmp_path, "soft", **long)]
+    start, children = sweep_module._start, []
+
+    def start_once(cell):
+        if children:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        children.append(start(cell))
+        return children[0]
+
+    monkeypatch.setattr(sweep_module, "_start", start_once)
+    with pytest.raises(RunError, match=r"Sweep stopped.*No space left on device"):
+        sweep(cells, jobs=2)
+    assert children[0].poll() is not None
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_sweep_leaves_no_process_and_goes_on(grid, tmp_path, how):
     file = tmp_path / "grid.yaml"
     file.write_text(yaml.safe_dump({**grid, "train": {**SHORT, "steps": 100_000}, "rows": [{"variant": "vanilla"}]}))

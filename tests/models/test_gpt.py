@@ -10,6 +10,7 @@ from lively import SIZES, VOCAB, kinds_of_router, lively, random_tokens
 from torch import nn
 from torch.nn import functional as F
 
+from stickymoe.errors import StickyError
 from stickymoe.models.gpt import GPT
 from stickymoe.models.moe import MoE
 from stickymoe.runs.config import ModelConfig, RunConfig
@@ -243,3 +244,11 @@ def test_loss_is_that_of_torch():
     logits = model(tokens).logits
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     assert model(tokens, targets).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_padding_in_front_is_refused():
+    model, tokens = lively("vanilla"), random_tokens(0, 2, 6)
+    mask = torch.tensor([[True] * 6, [False, False, True, True, True, True]])
+    with pytest.raises(StickyError, match="pad on the right"):
+        model(tokens, mask=mask)
+    assert model(tokens, mask=mask.flip(1)).logits.shape[:2] == (2, 6)

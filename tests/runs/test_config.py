@@ -238,3 +238,9 @@ class TestRunId:
         again = RunConfig.from_dict(json.loads(json.dumps(config.as_dict())))
         assert self.id(again) == self.id(config)
         assert re.fullmatch(r"[0-9a-f]{16}", self.id(config))
+
+
+def test_the_order_of_combined_names_keeps_a_files_settings(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("variant: {name: smooth+soft, decay: 0.9, lam: 0.7}\n")
+    assert read_config(variant="soft+smooth", file=file) == read_config(file=file)

@@ -174,3 +174,17 @@ def test_the_config_written_is_the_config_read(folder: RunFolder) -> None:
     folder.write_config(config)
     assert read_config(file=folder.config) == config
     assert RunConfig.from_dict(yaml.safe_load(folder.config.read_text(encoding="utf-8"))) == config
+
+
+def test_a_lock_that_cannot_be_opened_is_no_other_writer(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    assert not RunFolder(tmp_path).is_locked()
+    with pytest.raises(RunError, match="cannot be written"), RunFolder(tmp_path).lock():
+        pass
+
+
+def test_metrics_that_are_no_text_are_damaged(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(RunError, match="is damaged"):
+        folder.read_metrics()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stickymoe.errors import RunError
+from stickymoe.runs import environment as environment_module
 from stickymoe.runs.config import RunConfig
 from stickymoe.runs.environment import describe_environment
 from stickymoe.runs.record import RunRecord
@@ -101,3 +106,28 @@ def test_the_environment_is_said_and_fits_a_record(record: RunRecord, tmp_path: 
     assert environment["packages"]["numpy"]
     assert environment == describe_environment()
     assert json.loads(json.dumps(environment)) == environment
+
+
+def test_a_commit_is_marked_if_anything_of_the_package_was_changed_since(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(Path(environment_module.__file__).parent, package / "runs", ignore=shutil.ignore_patterns("__*"))
+    (package / "routing.py").write_text("a = 1\n")
+
+    def git(*ask: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *who, "-C", str(tmp_path), *ask], check=True, capture_output=True)
+
+    git("init")
+    git("add", "-A")
+    git("commit", "-m", "all")
+    spec = importlib.util.spec_from_file_location("copied", package / "runs" / "environment.py")
+    assert spec is not None
+    assert spec.loader is not None
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    assert re.fullmatch("[0-9a-f]{40}", copied._commit())
+    (package / "new.py").write_text("")
+    assert copied._commit().endswith("-changed"), "a file that is not known yet"
+    (package / "new.py").unlink()
+    (package / "routing.py").write_text("a = 2\n")
+    assert copied._commit().endswith("-changed")

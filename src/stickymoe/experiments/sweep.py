@@ -86,7 +86,9 @@ def sweep(cells: list[Cell], *, jobs: int, console: Console | None = None) -> li
             cell.status = "complete"
     live = Live(_table(cells), console=console, refresh_per_second=1, transient=False)
     # A terminated sweep must not leave its runs behind, nor one in the background be deaf to Ctrl-C.
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ends = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which is what nohup asks for
+        ends.append(signal.SIGHUP)
     before = {s: signal.signal(s, signal.default_int_handler) for s in ends}
     try:
         with live if console.is_terminal else _Lines(cells, console) as shown:
