@@ -136,6 +136,16 @@ def test_remoe_trains_its_first_phase_where_vanilla_has_no_weights_left(grid, tm
     assert len(remoe.folder.timings.read_text().splitlines()) > 1, "all steps are its own"
 
 
+def test_remoe_begins_from_the_end_of_vanilla_and_from_nothing_before(grid, tmp_path):
+    (vanilla,) = sweep(cells_of(grid, tmp_path, "vanilla"), jobs=1)
+    shutil.rmtree(vanilla.folder.checkpoints / "step-000006")
+    assert list(vanilla.folder.checkpoints.iterdir()), "there are earlier ones"
+    (remoe,) = cells_of(grid, tmp_path, "remoe")
+    with pytest.raises(RunError, match=r"no whole checkpoint of its last step.*leave out --first_phase"):
+        train(remoe.config, remoe.folder.path, first_phase=vanilla.folder.path, quiet=True)
+    assert RunRecord.read(remoe.folder.record).status == "failed"
+
+
 def test_a_sweep_that_cannot_go_on_leaves_no_process(grid, tmp_path, monkeypatch):
     """As when the disk is full and the next run cannot be prepared."""
     long = {"train": {**SHORT, "steps": 100_000}}

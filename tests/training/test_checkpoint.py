@@ -271,3 +271,9 @@ class TestFullDisk:
         with pytest.raises(RunError, match=re.escape("there is no earlier one")):
             save_checkpoint(tmp_path / "checkpoints", Progress(3), *trained)
         assert find_checkpoint(tmp_path / "checkpoints") is None
+
+
+def test_weights_of_another_shape_are_said_to_be_anothers(folder: Path) -> None:
+    other = nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.Linear(8, 2))
+    with pytest.raises(RunError, match="step-000006 does not fit the model of its config"):
+        load_model(folder / "step-000006", other)
