@@ -51,7 +51,7 @@ def page(collection: Collection, drawn: Path) -> str:
         "A longer schedule": _compared(longer, drawn, "longer", CACHES),
         "Another corpus": _compared(factbook, drawn, "factbook", CACHES),
         "The screening": _screened(screen, drawn),
-        "Does sticky mean topical?": _topical(factbook or whole),
+        "Does sticky mean topical?": "\n".join(filter(None, (_topical(factbook), _topical(whole)))),
         "Experts that layers share": _shared(collection),
     }
     parts = [INTRODUCTION, *(f"## {title}\n\n{text}" for title, text in sections.items() if text)]
