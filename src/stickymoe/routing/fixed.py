@@ -15,6 +15,8 @@ from stickymoe.routing import kernels
 from stickymoe.routing.routers import RouterInput, Scanned, State
 from stickymoe.routing.scan import as_numpy, remembered
 
+_NONE = np.empty((0, 0), np.bool_)
+
 
 @dataclass(frozen=True)
 class Hashed(Scanned):
@@ -39,13 +41,13 @@ class Trajectory(Scanned):
     sentence: bool
 
     def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
-        starts = x.position % self.window == 0 if self.window else x.position == 0
+        borders = _NONE
         if self.sentence:
             if x.boundary is None:
                 raise ConfigError("variant.sentence: this text comes without sentence borders, pass boundary.")
-            starts = starts | as_numpy(x.boundary)
+            borders = as_numpy(x.boundary)
         keys = np.empty_like(x.position)
-        before = remembered(state, "key", x.position, 1, keys.dtype)  # not read at first, where a span starts
-        kernels.carried(as_numpy(x.tokens), starts, before, keys)
+        key = remembered(state, "key", x.position, 1, keys.dtype)
+        kernels.carried(as_numpy(x.tokens), x.position, borders, self.window, key, keys)
         kernels.hashed(keys, g, 0, S)
-        return {"key": keys[:, -1:].copy()}
+        return {"key": key}

@@ -13,26 +13,30 @@ from numba import njit
 
 
 @njit(cache=True)
-def average(x: Any, position: Any, before: Any, decay: float, out: Any) -> None:
-    """s_t = d·s_t−1 + (1−d)·x_t, and s_t = x_t at a start."""
+def average(x: Any, position: Any, last: Any, decay: Any, out: Any) -> None:
+    """s_t = d·s_t−1 + (1−d)·x_t, and s_t = x_t at a start; the `last` one [B, N] is brought up to date.
+
+    `decay` has a number for each of the equal parts of the N columns.
+    """
     B, T, N = x.shape
+    width = N // len(decay)
     for b in range(B):
         for t in range(T):
             for i in range(N):
-                if position[b, t] == 0:
-                    out[b, t, i] = x[b, t, i]
-                else:
-                    last = before[b, i] if t == 0 else out[b, t - 1, i]
-                    out[b, t, i] = decay * last + (1.0 - decay) * x[b, t, i]
+                d, new = decay[i // width], x[b, t, i]
+                last[b, i] = new if position[b, t] == 0 else d * last[b, i] + (1.0 - d) * new
+                out[b, t, i] = last[b, i]
 
 
 @njit(cache=True)
-def average_backward(grad: Any, x: Any, position: Any, before: Any, decay: float, out: Any, dx: Any) -> float:
-    """Gradient of `average` by x, written to `dx`; answers the one by the decay."""
+def average_backward(grad: Any, x: Any, position: Any, before: Any, decay: Any, out: Any, dx: Any) -> float:
+    """Gradient of `average` by x, written to `dx`; answers the one by the decay, where that is one number."""
     B, T, N = x.shape
+    width = N // len(decay)
     by_decay = 0.0
     for b in range(B):
         for i in range(N):
+            d = decay[i // width]
             ahead = 0.0  # by s_t, from all later tokens
             for t in range(T - 1, -1, -1):
                 ahead += grad[b, t, i]
@@ -41,9 +45,9 @@ def average_backward(grad: Any, x: Any, position: Any, before: Any, decay: float
                     ahead = 0.0
                 else:
                     last = before[b, i] if t == 0 else out[b, t - 1, i]
-                    dx[b, t, i] = (1.0 - decay) * ahead
+                    dx[b, t, i] = (1.0 - d) * ahead
                     by_decay += ahead * (last - x[b, t, i])
-                    ahead *= decay
+                    ahead *= d
     return by_decay
 
 
@@ -207,17 +211,16 @@ def _family_mean(x: Any, slot: int, capacity: int) -> float:
 
 
 @njit(cache=True)
-def sibling_logits(
-    logits: Any, position: Any, fast: Any, slow: Any, capacity: int, d: float, s: float, out: Any
-) -> None:
+def sibling_logits(logits: Any, position: Any, averages: Any, capacity: int, d: float, s: float, out: Any) -> None:
     """Mean of each family i mod C averaged with decay d, and the experts' own logits with decay s, added up.
 
     Of `logits` [B, T, 2·N] the first N are the families', the others their own. Of [B, T, 3·N] the last are averaged,
-    and the mean of the first is added as it is. The averages `fast` and `slow` [B, N] are brought up to date.
+    and the mean of the first is added as it is. Both `averages` [B, 2·N] are brought up to date.
     """
     B, T, N = out.shape
     token = logits.shape[2] == 3 * N
     for b in range(B):
+        fast, slow = averages[b, :N], averages[b, N:]
         for t in range(T):
             start = position[b, t] == 0
             first, own, last = logits[b, t, :N], logits[b, t, N : 2 * N], logits[b, t, -N:]
@@ -225,30 +228,35 @@ def sibling_logits(
                 mean = _family_mean(last if token else first, slot, capacity)
                 now = _family_mean(first, slot, capacity) if token else 0.0
                 for i in range(slot, N, capacity):
-                    fast[b, i] = mean if start else d * fast[b, i] + (1.0 - d) * mean
-                    slow[b, i] = own[i] if start else s * slow[b, i] + (1.0 - s) * own[i]
-                    out[b, t, i] = fast[b, i] + now + slow[b, i]
+                    fast[i] = mean if start else d * fast[i] + (1.0 - d) * mean
+                    slow[i] = own[i] if start else s * slow[i] + (1.0 - s) * own[i]
+                    out[b, t, i] = fast[i] + now + slow[i]
 
 
 @njit(cache=True)
-def siblings(g: Any, position: Any, resident: Any, since: Any, capacity: int, margin: float, rest: int, S: Any) -> None:
-    """S = the k heaviest residents, one of each family i mod C; who is resident [B, N] is brought up to date.
+def siblings(g: Any, position: Any, resident: Any, capacity: int, margin: float, rest: int, S: Any) -> None:
+    """S = the k heaviest residents, one of each family i mod C; who is `resident` [B, N] is brought up to date.
 
-    An expert's share is what it has of the gate weight of its family. `rest` tokens are from one load to the next, and
-    `since` [B, 1] counts them.
+    That is 0 for who is not, else the tokens since it moved in, from 1 to `rest`: so long is it from one load to the
+    next. An expert's share is what it has of the gate weight of its family.
     """
     B, T, N = g.shape
-    left, whole, share = np.empty(N, np.bool_), np.empty(capacity, g.dtype), np.empty(N, g.dtype)
+    left, here = np.empty(N, np.bool_), np.empty(N, np.bool_)
+    whole, share = np.empty(capacity, g.dtype), np.empty(N, g.dtype)
     for b in range(B):
-        here = resident[b]
+        tokens = resident[b]
         for t in range(T):
             start = position[b, t] == 0
-            since[b, 0] = rest - 1 if start else min(since[b, 0] + 1, rest)
             whole[:] = 0.0
             for i in range(N):
                 whole[i % capacity] += g[b, t, i]
+            rested = True
             for i in range(N):
                 share[i] = g[b, t, i] / whole[i % capacity] if whole[i % capacity] > 0.0 else 0.0
+                here[i] = tokens[i] > 0
+                if here[i]:
+                    rested = rested and tokens[i] >= rest
+                    tokens[i] = min(tokens[i] + 1, rest)
             entering, leaving = -1, -1
             for slot in range(min(capacity, N)):
                 holder, best = -1, -1
@@ -260,15 +268,16 @@ def siblings(g: Any, position: Any, resident: Any, since: Any, capacity: int, ma
                 if start:
                     for i in range(slot, N, capacity):
                         here[i] = i == best
+                        tokens[i] = rest if i == best else 0
                 elif (
                     best >= 0
                     and share[best] > share[holder] + margin
                     and (entering < 0 or share[best] - share[holder] > share[entering] - share[leaving])
                 ):
                     entering, leaving = best, holder
-            if entering >= 0 and since[b, 0] >= rest:
+            if entering >= 0 and rested:
                 here[entering], here[leaving] = True, False
-                since[b, 0] = 0
+                tokens[entering], tokens[leaving] = 1, 0
             _heaviest(g[b, t], here, left, S[b, t])
 
 
@@ -327,12 +336,18 @@ def segment(logits: Any, g: Any, position: Any, total: Any, chosen: Any, window:
 
 
 @njit(cache=True)
-def carried(values: Any, starts: Any, before: Any, out: Any) -> None:
-    """The value at the last start, for every token; `before` [B, 1] where there was none yet."""
-    B, T = values.shape
+def carried(values: Any, position: Any, borders: Any, window: int, last: Any, out: Any) -> None:
+    """The value at the start of each token's span; the `last` one [B, 1] is brought up to date.
+
+    A span is a document, `window` tokens of it if that is not 0, and ends at `borders` [B, T] if there are any.
+    """
+    B, T = out.shape
     for b in range(B):
         for t in range(T):
-            out[b, t] = values[b, t] if starts[b, t] else before[b, 0] if t == 0 else out[b, t - 1]
+            place = position[b, t]
+            if place == 0 or (window > 0 and place % window == 0) or (borders.size > 0 and borders[b, t]):
+                last[b, 0] = values[b, t]
+            out[b, t] = last[b, 0]
 
 
 @njit(cache=True)

@@ -273,6 +273,7 @@ def _require_rows(x: RouterInput, state: State) -> None:
     B, T = x.h.shape[:2]
     if x.position.shape != (B, T):
         raise ConfigError(f"Router: got positions of shape {list(x.position.shape)}, expected {[B, T]} as the tokens.")
-    if any(len(array) != B for array in state.values()):
-        rows = sorted({len(array) for array in state.values()})
-        raise ConfigError(f"Router: got {B} rows of tokens with a state of {rows} rows, expected {B}.")
+    for name, array in state.items():
+        if len(array) != B:
+            rows = f"{B} rows of tokens with a state '{name}' of {len(array)} rows"
+            raise ConfigError(f"Router: got {rows}, expected {B}.")

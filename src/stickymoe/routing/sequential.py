@@ -24,68 +24,75 @@ from stickymoe.routing.routers import RouterInput, Scanned, State
 from stickymoe.routing.scan import as_numpy, as_tensor, remembered
 
 
-class Smooth(nn.Module):
+class Smooth:
     """s_t = d·s_t−1 + (1−d)·h_t, s_t = h_t at the start of a document: a causal average of what the gate reads.
 
-    The gate is linear, so averaging its logits is averaging its input, at N/d_model of the cost. A learned decay is
-    σ(logit(d) + bias), one bias per layer, which starts at 0.
+    The gate is linear, so averaging its logits is averaging its input, at N/d_model of the cost. Of several decays each
+    is that of an equal part of the logits.
     """
 
     gates = 1
 
-    def __init__(self, decay: float, *, learned: bool = False, name: str = "smooth") -> None:
+    def __init__(self, *decay: float, name: str = "smooth") -> None:
         """`name` is that of the average in the router's state."""
-        super().__init__()
-        self.decay = decay
+        self.decay = np.array(decay)
         self.name = name
-        self.decay_bias = nn.Parameter(torch.zeros(())) if learned else None
 
-    def forward(
-        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
+    def __call__(
+        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State, decay: Float[Tensor, ""] | None = None
     ) -> tuple[Float[Tensor, "B T N"], State]:
+        """`decay` is the same number as a tensor, if that is to have a gradient."""
         values = as_numpy(logits)
-        before, out = self._averaged(values, x, state)
-        smooth = _Average.apply(  # type: ignore[no-untyped-call]
-            logits, self._decay(), as_tensor(out, logits), (values, x.position, before, out)
-        )
-        return smooth, {self.name: out[:, -1].copy()}
+        before = remembered(state, self.name, x.position, values.shape[-1], values.dtype)
+        out, state = self.scan(values, x, state)
+        arrays = values, x.position, before, self.decay, out
+        return _Average.apply(logits, decay, as_tensor(out, logits), arrays), state  # type: ignore[no-untyped-call]
 
     def scan(
         self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
     ) -> tuple[Float[np.ndarray, "B T N"], State]:
-        _, out = self._averaged(logits, x, state)
-        return out, {self.name: out[:, -1].copy()}
+        last = remembered(state, self.name, x.position, logits.shape[-1], logits.dtype)
+        out = np.empty_like(logits)
+        kernels.average(logits, x.position, last, self.decay, out)
+        return out, {self.name: last}
 
-    def _averaged(
-        self, values: Float[np.ndarray, "B T N"], x: RouterInput, state: State
-    ) -> tuple[Float[np.ndarray, "B N"], Float[np.ndarray, "B T N"]]:
-        """The average before these tokens, and after each of them."""
-        before = remembered(state, self.name, x.position, values.shape[-1], values.dtype)
-        out = np.empty_like(values)
-        kernels.average(values, x.position, before, _number(self._decay()), out)
-        return before, out
 
-    def _decay(self) -> Tensor | float:
-        if self.decay_bias is None:
-            return self.decay
+class LearnedSmooth(nn.Module):
+    """Smooth with the decay σ(logit(d) + bias), one bias per layer, which starts at 0."""
+
+    gates = 1
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.start = math.log(decay / (1 - decay))
+        self.decay_bias = nn.Parameter(torch.zeros(()))
+
+    def forward(
+        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[Tensor, "B T N"], State]:
+        decay = self._decay()
+        return Smooth(decay.item())(logits, x, state, decay)
+
+    def scan(
+        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
+    ) -> tuple[Float[np.ndarray, "B T N"], State]:
+        return Smooth(self._decay().item()).scan(logits, x, state)
+
+    def _decay(self) -> Float[Tensor, ""]:
         bias = self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32))
-        return (bias + math.log(self.decay / (1 - self.decay))).sigmoid()
+        return (bias + self.start).sigmoid()
 
 
-def _number(x: Tensor | float) -> float:
-    return x.item() if isinstance(x, Tensor) else x
-
-
-class TwoSpeed(nn.Module):
+class TwoSpeed:
     """ℓ_t + smooth(ℓ')_t: of the two gates one reads the token, the other the average of its document so far."""
 
     gates = 2
 
     def __init__(self, decay: float) -> None:
-        super().__init__()
+        self.decay = decay
         self.slow = Smooth(decay, name="slow")
 
-    def forward(
+    def __call__(
         self, logits: Float[Tensor, "B T M"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
         now, average = logits.chunk(2, dim=-1)
@@ -98,66 +105,62 @@ class TwoSpeed(nn.Module):
         B, T, M = logits.shape
         slow = remembered(state, "slow", x.position, M // 2, logits.dtype)
         out = np.empty((B, T, M // 2), logits.dtype)
-        kernels.two_speed(logits, x.position, slow, self.slow.decay, out)
+        kernels.two_speed(logits, x.position, slow, self.decay, out)
         return out, {"slow": slow}
 
 
-class SiblingGates(nn.Module):
+class SiblingGates:
     """a_c + b_i for expert i of family c: one gate for the families, a slower one to tell siblings apart.
 
     a is the mean over the family of the first gate's logits, smoothed with decay d; b are the second's, with decay s.
     With `token` the first gate reads the token alone, and the mean of a third's, smoothed with d, is added.
     """
 
-    same: Tensor
-
-    def __init__(self, n_experts: int, capacity: int, *, fast: float, slow: float, token: bool = False) -> None:
-        super().__init__()
+    def __init__(self, capacity: int, *, fast: float, slow: float, token: bool = False) -> None:
         self.gates = 3 if token else 2
-        self.capacity = capacity
-        self.fast, self.slow = Smooth(fast, name="fast"), Smooth(slow, name="slow")
-        family = torch.arange(n_experts) % capacity
-        self.register_buffer("same", family[:, None] == family, persistent=False)  # [N, N]
+        self.terms = capacity, fast, slow
+        self.averages = Smooth(fast, slow, name="averages")
 
-    def forward(
+    def __call__(
         self, logits: Float[Tensor, "B T M"], x: RouterInput, state: State
     ) -> tuple[Float[Tensor, "B T N"], State]:
-        same = self.same.to(logits.dtype)
-        mean = same / same.sum(0)
         first, own, *context = logits.chunk(self.gates, dim=-1)
-        a, fast = self.fast((context[0] if context else first) @ mean, x, state)
-        if context:
-            a = a + first @ mean
-        b, slow = self.slow(own, x, state)
-        return a + b, {**fast, **slow}
+        families = self._mean(context[0] if context else first)
+        averages, state = self.averages(torch.cat([families, own], dim=-1), x, state)
+        a, b = averages.chunk(2, dim=-1)
+        return (a + self._mean(first) + b if context else a + b), state
 
     def scan(
         self, logits: Float[np.ndarray, "B T M"], x: RouterInput, state: State
     ) -> tuple[Float[np.ndarray, "B T N"], State]:
         B, T, M = logits.shape
         N = M // self.gates
-        fast = remembered(state, "fast", x.position, N, logits.dtype)
-        slow = remembered(state, "slow", x.position, N, logits.dtype)
+        averages = remembered(state, "averages", x.position, 2 * N, logits.dtype)
         out = np.empty((B, T, N), logits.dtype)
-        d, s = self.fast.decay, self.slow.decay
-        kernels.sibling_logits(logits, x.position, fast, slow, self.capacity, d, s, out)
-        return out, {"fast": fast, "slow": slow}
+        kernels.sibling_logits(logits, x.position, averages, *self.terms, out)
+        return out, {"averages": averages}
+
+    def _mean(self, logits: Float[Tensor, "B T N"]) -> Float[Tensor, "B T N"]:
+        """Over the family of each expert."""
+        family = torch.arange(logits.shape[-1], device=logits.device) % self.terms[0]
+        same = (family[:, None] == family).to(logits.dtype)
+        return logits @ (same / same.sum(0))
 
 
 class _Average(torch.autograd.Function):
     """Gives a finished kernels.average its gradient; `arrays` are what went in, and last what came out."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, decay: Tensor | float, smooth: Tensor, arrays: tuple[Any, ...]) -> Tensor:
-        ctx.arrays, ctx.decay = arrays, _number(decay)
+    def forward(ctx: Any, logits: Tensor, decay: Tensor | None, smooth: Tensor, arrays: tuple[Any, ...]) -> Tensor:
+        ctx.arrays = arrays
         return smooth.view_as(smooth)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, position, before, out = ctx.arrays
+        x, position, before, decay, out = ctx.arrays
         dx = np.empty_like(x)
-        by_decay = kernels.average_backward(as_numpy(grad), x, position, before, ctx.decay, out, dx)
+        by_decay = kernels.average_backward(as_numpy(grad), x, position, before, decay, out, dx)
         return as_tensor(dx, grad), grad.new_tensor(by_decay) if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -268,10 +271,9 @@ class Siblings(Scanned):
 
     def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
         _require_room(self.capacity, S)
-        resident = remembered(state, "resident", x.position, g.shape[-1], np.bool_)
-        since = remembered(state, "since", x.position, 1, np.int64)
-        kernels.siblings(g, x.position, resident, since, self.capacity, *self._terms, S)
-        return {"resident": resident, "since": since}
+        resident = remembered(state, "resident", x.position, g.shape[-1], np.int64)
+        kernels.siblings(g, x.position, resident, self.capacity, *self._terms, S)
+        return {"resident": resident}
 
     @cached_property
     def _terms(self) -> tuple[float, int]:

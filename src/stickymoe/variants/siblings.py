@@ -73,7 +73,7 @@ class SiblingsVariant(Routed):
     def filter(self, site: RouterSite) -> "Filter":
         from stickymoe.routing.sequential import SiblingGates
 
-        return SiblingGates(site.n_experts, self.capacity, fast=self.fast, slow=self.slow, token=self.token)
+        return SiblingGates(self.capacity, fast=self.fast, slow=self.slow, token=self.token)
 
     def choice(self, site: RouterSite) -> "Choice":
         from stickymoe.routing.sequential import Siblings

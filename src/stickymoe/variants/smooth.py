@@ -33,6 +33,6 @@ class SmoothVariant(Routed):
         require(self.decay > 0 or not self.learned, "variant.decay", self.decay, "a number in (0, 1) to learn from")
 
     def filter(self, site: RouterSite) -> "Filter":
-        from stickymoe.routing.sequential import Smooth
+        from stickymoe.routing.sequential import LearnedSmooth, Smooth
 
-        return Smooth(self.decay, learned=self.learned)
+        return LearnedSmooth(self.decay) if self.learned else Smooth(self.decay)
