@@ -71,7 +71,7 @@ FRONTIER_ROWS: list[Settings] = [
     *_each("residency", "average", 0.8, 0.9, 0.95, rho=0.05, rise=0.7),
     *_each("rent", "price", 0.3, 1.0, 3.0, rise=0.7),
     *_each("siblings", "budget", 0.1, 0.03, 0.01),
-    *_each("two_speed", "slow", 0.8, 0.9, 0.95),
+    *_each("two_speed", "slow", 0.5, 0.8, 0.95),
     *_each("segment", "span", 4, 8, 16),
     *_each("cache_loss", "eta", 0.05, 0.2, 0.8),
     *_each("boundary", "lam", 0.1, 0.5, 2.0),
@@ -83,12 +83,7 @@ FRONTIER_ROWS: list[Settings] = [
     *_each("graded+soft", "warmup", 0.25, 0.5, 0.75, lam=0.5),
     *_each("graded+soft", "lam", 0.1, 0.5, 2.0, warmup=0.0, layers=[0.0, 1.0, 1.0, 1.0]),
     *_each("smooth+soft", "lam", 0.1, 0.5, 2.0),
-    *_each("hysteresis+smooth", "decay", 0.5, 0.7, 0.8, bonus=0.1),
-    *_each("residency+smooth", "decay", 0.5, 0.7, 0.8),
     *_each("residency+smooth", "decay", 0.3, 0.5, 0.7, average=0.95, rho=0.05, rise=0.7),
-    *_each("residency+two_speed", "slow", 0.8, 0.9, 0.95, average=0.95, rho=0.05, rise=0.7),
-    *_each("cache_loss+smooth", "decay", 0.5, 0.7, 0.8),
-    *_each("oracle+smooth", "decay", 0.5, 0.7, 0.8),
 ]
 
 # The appendix: experts that layers share, with and without a loss for using the same ones in adjacent layers. N=16 in
