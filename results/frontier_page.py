@@ -325,12 +325,12 @@ def _shared(collection: Collection) -> str:
         return ""
     steps = {g.config.train.steps for g in groups}
     groups += [g for g in collection.groups if g.config.train.steps in steps and _is(g, experts=4, corpus="wikitext-2")]
+    groups.sort(key=lambda g: (g.config.model.universal, g.config.model.layers_per_pool))
 
-    def label(row: Row) -> str:
+    def pool(row: Row) -> str:
         model = row.runs[0].config.model
-        pool = "universal" if model.universal else f"shared by {model.share_block}" if model.share_block > 1 else "own"
-        sets = model.n_layers if model.universal else model.n_layers // model.share_block
-        return f"{row.label}, {pool}, {model.n_experts * sets} experts"
+        kind = "universal" if model.universal else f"shared by {model.share_block}" if model.share_block > 1 else "own"
+        return f"{kind}, {model.pool_size * model.n_layers // model.layers_per_pool} experts"
 
     rows = [row for g in groups for row in g.routed if row.variant.name in ("vanilla", "cross_layer")]
     rows = [row for row in rows if row.mean("pool_hit_rate_c2") is not None]
@@ -339,9 +339,21 @@ def _shared(collection: Collection) -> str:
     columns += [(f"all C={C} ↑", f"{ALL_SLOTS}{C}", ".3f") for C in CACHES]
     words = (
         "One cache for all layers, asked token by token through the layers as in decoding, where a tensor that layers "
-        "share is one entry; beside it the cache of each layer alone.\n"
+        f"share is one entry; beside it the cache of each layer alone. {max(steps)} steps: leads, not results.\n"
     )
-    return words + "\n" + _table(rows, columns, label)
+    table = _table(rows, columns, lambda row: f"{row.label}: {pool(row)}")
+    told = [_cross_layer(row, plain, pool(row)) for row in rows for plain in rows if pool(row) == pool(plain)]
+    return words + "\n" + table + "\n" + "".join(filter(None, told))
+
+
+def _cross_layer(row: Row, plain: Row, pool: str) -> str:
+    """What the loss for the same experts in adjacent layers does to one kind of pool."""
+    change, fewer = row.change(plain), row.fewer_misses(plain, "pool_hit_rate_c2")
+    if row.variant.name != "cross_layer" or plain.variant.name != "vanilla" or change is None or fewer is None:
+        return ""
+    return (
+        f"- {pool}: `{row.label}` has {fewer.mean:.2f} × fewer misses of 2·L, at {change.mean:+.1f} % of perplexity.\n"
+    )
 
 
 if __name__ == "__main__":

@@ -86,15 +86,9 @@ FRONTIER_ROWS: list[Settings] = [
     *_each("residency+smooth", "decay", 0.3, 0.5, 0.7, average=0.95, rho=0.05, rise=0.7),
 ]
 
-# The appendix: experts that layers share, with and without a loss for using the same ones in adjacent layers. N=16 in
-# one set, and the universal pool, have as many weights as no sharing.
-_POOLS: list[Settings] = [
-    {},
-    {"share_block": 2},
-    {"share_block": 4},
-    {"share_block": 4, "n_experts": 16},
-    {"universal": True},
-]
+# The appendix: experts that layers share, with and without a loss for using the same ones in adjacent layers. The
+# universal pool has as many weights as no sharing.
+_POOLS: list[Settings] = [{}, {"share_block": 2}, {"share_block": 4}, {"universal": True}]
 SHARING_ROWS: list[Settings] = [
     {"variant": variant, "model": pool}
     for pool in _POOLS
