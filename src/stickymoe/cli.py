@@ -286,7 +286,7 @@ def _frontier(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     from stickymoe.experiments.collection import collect
-    from stickymoe.experiments.frontier import EXPLAINED, kept_table
+    from stickymoe.experiments.frontier import EXPLAINED, kept_table, too_little
 
     shown = False
     collection = collect(args.runs)
@@ -301,6 +301,8 @@ def _frontier(argv: list[str]) -> None:
         if table is not None:
             _print_lines([group.title, table])
             shown = True
+        if warning := too_little(group):
+            print(f"stickymoe: {warning}", file=sys.stderr)
     if not shown:
         raise StickyError("Nothing to compare: it takes finished runs of vanilla, dense and others with one protocol.")
     print(EXPLAINED)

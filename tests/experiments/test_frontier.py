@@ -129,3 +129,13 @@ def test_without_controls_or_gain_there_is_no_table():
     assert frontier.kept_table(group) is None
     (group,) = grouped([a_run("vanilla", ppl=100.0), a_run("dense", ppl=99.0)])
     assert frontier.kept_table(group) is None
+
+
+@pytest.mark.parametrize(("dense", "told"), [(110.0, False), (101.0, True), (99.0, True)])
+def test_a_gain_too_small_to_share_is_told(dense, told):
+    (group,) = grouped([a_run("vanilla", ppl=100.0), a_run("dense", ppl=dense)])
+    warning = frontier.too_little(group)
+    assert (warning is not None) == told
+    if warning is not None:
+        assert "expected -2 % or less" in warning
+        assert "train longer" in warning

@@ -22,6 +22,7 @@ EXPLAINED = (
     "deviation · misses per access over all slots, × times fewer than vanilla · ★ beaten by none at the smallest "
     "cache, over common seeds · even: expert use of at least 95 % of full entropy, none neglected."
 )
+WORTH = 2.0  # per cent that vanilla must be below dense, for a share of it to mean something
 EVEN = 0.95  # of log₂ N, for the entropy of the experts' use
 # Two-sided 95 % points of Student's t for 1, 2, … degrees of freedom.
 _T95 = (
@@ -66,6 +67,18 @@ def interval(value: Value) -> float | None:
     if value.sd is None:
         return None
     return _T95[min(value.n - 1, len(_T95)) - 1] * value.sd / math.sqrt(value.n)
+
+
+def too_little(group: Group) -> str | None:
+    """A line that says so, if vanilla is hardly better than dense."""
+    baseline, dense = group.baseline, group.find("dense")
+    change = baseline.change(dense) if baseline is not None and dense is not None else None
+    if change is None or change.mean <= -WORTH:
+        return None
+    return (
+        f"{group.title}: vanilla's perplexity is {change.mean:+.1f} % from dense's, expected {-WORTH:+.0f} % or less; "
+        "shares of so little are noise, train longer (--train.steps)"
+    )
 
 
 def points(group: Group) -> list[Point]:
