@@ -169,7 +169,8 @@ def test_a_stopped_sweep_leaves_no_process_and_goes_on(grid, tmp_path, how):
     file = tmp_path / "grid.yaml"
     file.write_text(yaml.safe_dump({**grid, "train": {**SHORT, "steps": 100_000}, "rows": [{"variant": "vanilla"}]}))
     command = [sys.executable, "-m", "stickymoe.cli", "sweep", str(file), "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heeding = {"preexec_fn": lambda: signal.signal(how, signal.SIG_DFL)}  # also where these tests run under nohup
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **heeding)
     (child,) = wait_for(lambda: [p for p in psutil.Process(process.pid).children() if "train" in p.cmdline()])
     (metrics,) = wait_for(lambda: list((tmp_path / "out").glob("*/metrics.jsonl")))
     process.send_signal(how)
