@@ -77,6 +77,21 @@ def _heaviest(g: Any, among: Any, left: Any, S: Any) -> None:
 
 
 @njit(cache=True)
+def _draw(key: int, salt: int, order: Any, k: int, chosen: Any) -> None:
+    """Mark the k that are drawn for a key, each as likely as any other and always the same; `order` is scratch."""
+    N = len(order)
+    for i in range(N):
+        x = np.int64(key) * N + i + (np.int64(salt) << 40)
+        # Odd factors and shifts that can be undone: different ones stay different.
+        x = x * np.int64(-4658895280553007687)
+        x ^= (x >> 32) & ((np.int64(1) << 32) - 1)
+        x = x * np.int64(-7723592293110705685)
+        x ^= (x >> 29) & ((np.int64(1) << 35) - 1)
+        order[i] = ~x  # turned round: the k smallest are chosen
+    _choose(order, k, chosen)
+
+
+@njit(cache=True)
 def softmax(logits: Any, g: Any) -> None:
     """eq:gate, written to `g`."""
     B, T, N = logits.shape
@@ -234,15 +249,20 @@ def sibling_logits(logits: Any, position: Any, averages: Any, capacity: int, d: 
 
 
 @njit(cache=True)
-def siblings(g: Any, position: Any, resident: Any, capacity: int, margin: float, rest: int, S: Any) -> None:
+def siblings(
+    g: Any, keys: Any, salt: int, position: Any, resident: Any, capacity: int, margin: float, rest: int, S: Any
+) -> None:
     """S = the k heaviest residents, one of each family i mod C; who is `resident` [B, N] is brought up to date.
 
     That is 0 for who is not, else the tokens since it moved in, from 1 to `rest`: so long is it from one load to the
-    next. An expert's share is what it has of the gate weight of its family.
+    next. An expert's share is what it has of the gate weight of its family. With `keys` [B, T] the k families of a
+    token are those of its key.
     """
     B, T, N = g.shape
     left, here = np.empty(N, np.bool_), np.empty(N, np.bool_)
     whole, share = np.empty(capacity, g.dtype), np.empty(N, g.dtype)
+    families = min(capacity, N)
+    order, drawn = np.empty(families, np.int64), np.empty(families, np.bool_)
     for b in range(B):
         tokens = resident[b]
         for t in range(T):
@@ -258,7 +278,7 @@ def siblings(g: Any, position: Any, resident: Any, capacity: int, margin: float,
                     rested = rested and tokens[i] >= rest
                     tokens[i] = min(tokens[i] + 1, rest)
             entering, leaving = -1, -1
-            for slot in range(min(capacity, N)):
+            for slot in range(families):
                 holder, best = -1, -1
                 for i in range(slot, N, capacity):
                     if here[i] and not start:
@@ -278,6 +298,10 @@ def siblings(g: Any, position: Any, resident: Any, capacity: int, margin: float,
             if entering >= 0 and rested:
                 here[entering], here[leaving] = True, False
                 tokens[entering], tokens[leaving] = 1, 0
+            if keys.size > 0:
+                _draw(keys[b, t], salt, order, S.shape[2], drawn)
+                for i in range(N):
+                    here[i] = here[i] and drawn[i % capacity]
             _heaviest(g[b, t], here, left, S[b, t])
 
 
@@ -357,15 +381,7 @@ def hashed(keys: Any, g: Any, salt: int, S: Any) -> None:
     order, chosen, left = np.empty(N, np.int64), np.empty(N, np.bool_), np.empty(N, np.bool_)
     for b in range(B):
         for t in range(T):
-            for i in range(N):
-                x = np.int64(keys[b, t]) * N + i + (np.int64(salt) << 40)
-                # Odd factors and shifts that can be undone: different ones stay different.
-                x = x * np.int64(-4658895280553007687)
-                x ^= (x >> 32) & ((np.int64(1) << 32) - 1)
-                x = x * np.int64(-7723592293110705685)
-                x ^= (x >> 29) & ((np.int64(1) << 35) - 1)
-                order[i] = ~x  # turned round: the k smallest are chosen
-            _choose(order, S.shape[2], chosen)
+            _draw(keys[b, t], salt, order, S.shape[2], chosen)
             _heaviest(g[b, t], chosen, left, S[b, t])
 
 

@@ -23,6 +23,8 @@ from stickymoe.routing import kernels
 from stickymoe.routing.routers import RouterInput, Scanned, State
 from stickymoe.routing.scan import as_numpy, as_tensor, remembered
 
+_NO_KEYS = np.empty((0, 0), np.int64)
+
 
 class Smooth:
     """s_t = d·s_t−1 + (1−d)·h_t, s_t = h_t at the start of a document: a causal average of what the gate reads.
@@ -263,16 +265,21 @@ class Siblings(Scanned):
     What wins is an expert's share in the gate weight of its family. The largest win moves in (of equals the first
     slot), if the last load was 1/B tokens ago, rounded up: n tokens after the first load at most 1 + B·n experts. At
     the start of a document the heaviest of each family is resident. g = softmax(ℓ).
+
+    With a layer to hash for, the k families of a token are those of hash(token, layer), as in `Hashed`, and the gate
+    only weighs them.
     """
 
     capacity: int
     margin: float
     budget: float = 1.0
+    hashed: int | None = None
 
     def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
         _require_room(self.capacity, S)
         resident = remembered(state, "resident", x.position, g.shape[-1], np.int64)
-        kernels.siblings(g, x.position, resident, self.capacity, *self._terms, S)
+        keys, salt = (_NO_KEYS, 0) if self.hashed is None else (as_numpy(x.tokens), self.hashed)
+        kernels.siblings(g, keys, salt, x.position, resident, self.capacity, *self._terms, S)
         return {"resident": resident}
 
     @cached_property

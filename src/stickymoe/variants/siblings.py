@@ -36,12 +36,13 @@ class SiblingsVariant(Routed):
         budget: loads B per token and layer, at most: from one to the next it is 1/B tokens
         kin: share of a sibling's gradient that goes to all of its family alike; 0 for strangers
         token: whether another gate of the families reads the token itself, beside the average
+        hashed: whether the slots of a token come from a hash of it, and the gate of the families only weighs them
     """
 
     name: ClassVar[str] = "siblings"
     equation: ClassVar[str] = (
-        "ℓ_i = a_c(smooth_d h) [+ e_c(h)] + b_i(smooth_s h), c = i mod C;  S_t = top-k of R_t, one of each c, who "
-        "changes if q_in > q_out + ρ, q = g within c, at most B times a token;  "
+        "ℓ_i = a_c(smooth_d h) [+ e_c(h)] + b_i(smooth_s h), c = i mod C;  S_t = top-k [or hash(token, layer)] of "
+        "R_t, one of each c, who changes if q_in > q_out + ρ, q = g within c, at most B times a token;  "
         "∇W → κ·mean of the family's + (1−κ)·own;  L = L_CE + μ·L_bal of families and of siblings"
     )
 
@@ -52,6 +53,7 @@ class SiblingsVariant(Routed):
     budget: float = hyper(0.03, "B")
     kin: float = hyper(0.9, "κ")
     token: bool = hyper(False, "token", always=False)
+    hashed: bool = hyper(False, "hashed", always=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +80,7 @@ class SiblingsVariant(Routed):
     def choice(self, site: RouterSite) -> "Choice":
         from stickymoe.routing.sequential import Siblings
 
-        return Siblings(self.capacity, self.rho, self.budget)
+        return Siblings(self.capacity, self.rho, self.budget, hashed=site.layer if self.hashed else None)
 
     def balance(self) -> Term:
         from stickymoe.routing.losses import family_balance_by_layer
