@@ -322,8 +322,11 @@ def residency(logits, k, capacity, margin, average, doc=None, pinned=0):
     return S, residents
 
 
-def siblings(logits, k, slots, margin, rest=1, doc=None):
-    """`(S, R)` of one sequence: chosen and resident experts of every token, one resident of each family i mod C."""
+def siblings(logits, k, slots, margin, rest=1, doc=None, drawn=None):
+    """`(S, R)` of one sequence: chosen and resident experts of every token, one resident of each family i mod C.
+
+    With `drawn` the families of each token are given.
+    """
     N = len(logits[0])
     families = [range(slot, N, slots) for slot in range(min(slots, N))]
     S, residents = [], []
@@ -348,7 +351,8 @@ def siblings(logits, k, slots, margin, rest=1, doc=None):
                 R = R - {here} | {best}
                 loaded = t
         residents.append(R)
-        S.append(by_weight(logits[t], R)[:k])
+        open_to = R if drawn is None else {e for e in R if e % slots in drawn[t]}
+        S.append(by_weight(logits[t], open_to)[:k])
     return S, residents
 
 

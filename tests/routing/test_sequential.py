@@ -35,6 +35,7 @@ CHOICES = {
     "residency by average": Residency(capacity=2, margin=0.02, average=0.75),
     "rent": Rent(capacity=3, price=0.2),
     "siblings": Siblings(capacity=3, margin=0.02, budget=0.4),
+    "siblings by hash": Siblings(capacity=3, margin=0.02, budget=0.4, hashed=1),
     "segment": Segment(window=3),
     "hash": Hashed(layer=1),
     "trajectory": Trajectory(window=3, sentence=False),
@@ -98,15 +99,20 @@ def test_residency_is_that_of_the_reference(case, room, margin, average, pinned)
     room=st.integers(0, 4),
     margin=st.sampled_from([0.03125, 0.25, 1.0]),
     budget=st.sampled_from([0.1, 0.25, 0.4, 1.0]),
+    layer=st.sampled_from([None, 0, 3]),
 )
-def test_siblings_take_turns_as_in_the_reference(case, room, margin, budget):
+def test_siblings_take_turns_as_in_the_reference(case, room, margin, budget, layer):
     logits, k, x = case
     logits = logits + 0.01 * torch.arange(2, 2 + logits.shape[-1]).sqrt()  # no two wins are equal on paper
-    g, S, state = Siblings(capacity=k + room, margin=margin, budget=budget)(logits, k, x, {})
+    g, S, state = Siblings(capacity=k + room, margin=margin, budget=budget, hashed=layer)(logits, k, x, {})
     assert torch.equal(g, logits.softmax(-1))
     rest = {0.1: 10, 0.25: 4, 0.4: 3, 1.0: 1}[budget]
+    families = min(k + room, logits.shape[-1])
     for b in range(len(logits)):
-        expected, residents = reference.siblings(logits[b].tolist(), k, k + room, margin, rest, doc_of(x, b))
+        drawn = None
+        if layer is not None:
+            drawn = [reference.hashed_experts(token, families, k, layer) for token in x.tokens[b].tolist()]
+        expected, residents = reference.siblings(logits[b].tolist(), k, k + room, margin, rest, doc_of(x, b), drawn)
         assert S[b].tolist() == expected
         assert set(np.flatnonzero(state["resident"][b])) == residents[-1]
 

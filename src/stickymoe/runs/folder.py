@@ -39,6 +39,7 @@ ADDED: dict[tuple[str, str], Any] = {
     ("model", "share_block"): 1,
     ("model", "universal"): False,
     ("variant", "token"): False,
+    ("variant", "hashed"): False,
 }
 
 
