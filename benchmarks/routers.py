@@ -101,7 +101,7 @@ def _inputs(rows: int, length: int) -> Any:
 
     rng = torch.Generator().manual_seed(1)
     h, attended = (torch.randn(rows, length, 128, generator=rng) for _ in range(2))
-    tokens = torch.randint(0, VOCAB, (rows, length), generator=rng)
+    tokens = torch.randint(0, VOCAB, (rows, length), generator=rng).numpy()
     position = np.tile(np.arange(length), (rows, 1))
     return RouterInput(h, attended, tokens, position, boundary=torch.rand(rows, length, generator=rng) < 0.04)
 

@@ -38,7 +38,7 @@ def hidden(n, seed, dtype):
 
 def router_input(h):
     B, n = h.shape[:2]
-    zeros = torch.zeros(B, n, dtype=torch.long)
+    zeros = np.zeros((B, n), np.int64)
     return RouterInput(h=h, attended=torch.zeros_like(h), tokens=zeros, position=np.tile(np.arange(n), (B, 1)))
 
 

@@ -30,7 +30,7 @@ def router_input(rng, B, T, doc=None, dtype=torch.float64):
     return RouterInput(
         h=h,
         attended=attended,
-        tokens=torch.tensor(rng.integers(0, 50, (B, T))),
+        tokens=rng.integers(0, 50, (B, T)),
         position=as_numpy(document_positions(doc, B, T)),
         doc=doc,
     )
@@ -46,7 +46,7 @@ def steps(x, start, stop):
     return RouterInput(
         h=x.h[:, start:stop],
         attended=x.attended[:, start:stop],
-        tokens=x.tokens[:, start:stop],
+        tokens=np.ascontiguousarray(x.tokens[:, start:stop]),
         position=np.ascontiguousarray(x.position[:, start:stop]),
         doc=None if x.doc is None else x.doc[:, start:stop],
     )

@@ -305,7 +305,7 @@ def test_a_trajectory_is_decided_by_the_first_token_of_its_span(case, window, se
 def test_a_hash_is_fair_and_differs_between_layers():
     n = 40_000
     x = router_input(np.random.default_rng(0), 1, n)
-    x = replace(x, tokens=torch.arange(n)[None])
+    x = replace(x, tokens=np.arange(n)[None])
     layers = [Hashed(layer)(torch.zeros(1, n, 4), 2, x, {})[1] for layer in range(2)]
     for layer, S in enumerate(layers):
         assert S[0, :50].tolist() == [sorted(reference.hashed_experts(t, 4, 2, layer)) for t in range(50)]

@@ -161,7 +161,7 @@ class GPT(nn.Module):
         attention_mask = _attention_mask(tokens, doc, cache)
         x = self.token_embedding(tokens) + self.position_embedding(position)
         routed: list[Routing] = []
-        places = as_numpy(position)
+        ids, places = as_numpy(tokens), as_numpy(position)
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             past = cache.layers[i] if cache is not None else None
@@ -170,7 +170,7 @@ class GPT(nn.Module):
             h = block.ffn_norm(x)
             state: State = {}
             if isinstance(block.ffn, MoE):
-                seen = RouterInput(h, attended, tokens, places, doc, boundary, done)
+                seen = RouterInput(h, attended, ids, places, doc, boundary, done)
                 y, routing = block.ffn(seen, past.router if past is not None else None)
                 routed.append(routing)
                 state = routing.state

@@ -25,7 +25,7 @@ class Hashed(Scanned):
     layer: int
 
     def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
-        kernels.hashed(as_numpy(x.tokens), g, self.layer, S)
+        kernels.hashed(x.tokens, g, self.layer, S)
         return {}
 
 
@@ -48,6 +48,6 @@ class Trajectory(Scanned):
             borders = as_numpy(x.boundary)
         keys = np.empty_like(x.position)
         key = remembered(state, "key", x.position, 1, keys.dtype)
-        kernels.carried(as_numpy(x.tokens), x.position, borders, self.window, key, keys)
+        kernels.carried(x.tokens, x.position, borders, self.window, key, keys)
         kernels.hashed(keys, g, 0, S)
         return {"key": key}

@@ -37,14 +37,15 @@ class RouterInput:
     """What a router may look at.
 
     `h` is the normalised hidden state the experts get, `attended` the attended values before the output projection
-    of the preceding attention, `position` the place in the document, an array as compiled loops read it. `doc` is None
-    for a flat stream. `boundary` marks the first token of a sentence or paragraph, where that is known. `done` is the
-    share of training that is over, for routers that grow stricter; it is 1 wherever nothing trains.
+    of the preceding attention, `tokens` are ids and `position` places in the document, arrays as compiled loops read
+    them. `doc` is None for a flat stream. `boundary` marks the first token of a sentence or paragraph, where that is
+    known. `done` is the share of training that is over, for routers that grow stricter; it is 1 wherever nothing
+    trains.
     """
 
     h: Float[Tensor, "B T d"]
     attended: Float[Tensor, "B T d"]
-    tokens: Int[Tensor, "B T"]
+    tokens: Int[np.ndarray, "B T"]
     position: Int[np.ndarray, "B T"]
     doc: Int[Tensor, "B T"] | None = None
     boundary: Bool[Tensor, "B T"] | None = None
@@ -271,8 +272,10 @@ class Router(nn.Module):
 def _require_rows(x: RouterInput, state: State) -> None:
     """Compiled loops do not look where they write."""
     B, T = x.h.shape[:2]
-    if x.position.shape != (B, T):
-        raise ConfigError(f"Router: got positions of shape {list(x.position.shape)}, expected {[B, T]} as the tokens.")
+    for name, array in (("positions", x.position), ("tokens", x.tokens)):
+        if array.shape != (B, T):
+            shape = list(array.shape)
+            raise ConfigError(f"Router: got {name} of shape {shape}, expected {[B, T]} as the hidden states.")
     for name, array in state.items():
         if len(array) != B:
             rows = f"{B} rows of tokens with a state '{name}' of {len(array)} rows"

@@ -278,7 +278,7 @@ class Siblings(Scanned):
     def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
         _require_room(self.capacity, S)
         resident = remembered(state, "resident", x.position, g.shape[-1], np.int64)
-        keys, salt = (_NO_KEYS, 0) if self.hashed is None else (as_numpy(x.tokens), self.hashed)
+        keys, salt = (_NO_KEYS, 0) if self.hashed is None else (x.tokens, self.hashed)
         kernels.siblings(g, keys, salt, x.position, resident, self.capacity, *self._terms, S)
         return {"resident": resident}
 
