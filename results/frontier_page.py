@@ -40,7 +40,7 @@ def page(collection: Collection, drawn: Path) -> str:
     )
     factbook = find(experts=4, corpus="factbook")
     sections = {
-        "The frontier": _compared(whole, drawn, "small", CACHES),
+        "The frontier": _compared(whole, drawn, "small", CACHES) + _on_the_papers_axes(whole, drawn),
         "The recommendation": _recommended(whole),
         "Against the targets": _targets((whole, 3), (sixteen, 4), (longer, 3), (factbook, 3)),
         "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
@@ -86,12 +86,32 @@ def _compared(group: Group | None, drawn: Path, name: str, caches: tuple[int, ..
         return ""
     out = [f"{group.title}. {frontier.EXPLAINED}\n", tables.markdown(table)]
     for C in caches:
-        chart = figures.kept_gain(group, C)
-        if chart is not None:
-            svg = vl_convert.vegalite_to_svg(figures.themed(chart))
-            (drawn / f"{name}-c{C}.svg").write_text(svg, encoding="utf-8")
-            out.append(f"![Gain kept against misses, C={C}]({drawn.name}/{name}-c{C}.svg)\n")
-    return "\n".join(out)
+        out.append(_drawn(figures.kept_gain(group, C), drawn / f"{name}-c{C}.svg", f"Gain kept against misses, C={C}"))
+    return "\n".join(filter(None, out))
+
+
+def _on_the_papers_axes(group: Group | None, drawn: Path) -> str:
+    """Perplexity against the two metrics that the paper draws, both of the top expert alone."""
+    if group is None:
+        return ""
+    hits = figures.pareto(group, "cache_hit_rate", "cache hit rate, top-1, C=2 (higher is better)", better="higher")
+    switches = figures.pareto(group, "switch_rate", "switch rate (lower is better)", better="lower")
+    shown = [
+        _drawn(hits, drawn / "small-chr.svg", "Perplexity against the paper's hit rate"),
+        _drawn(switches, drawn / "small-sr.svg", "Perplexity against the switch rate"),
+    ]
+    if not any(shown):
+        return ""
+    words = "The paper's own axes count the heaviest expert of a token alone, as if a device loaded no other:\n"
+    return "\n".join(("", words, *filter(None, shown)))
+
+
+def _drawn(chart: figures.Chart | None, file: Path, words: str) -> str:
+    """A chart as a file, and the line of Markdown that shows it; nothing of no chart."""
+    if chart is None:
+        return ""
+    file.write_text(vl_convert.vegalite_to_svg(figures.themed(chart)), encoding="utf-8")
+    return f"![{words}]({file.parent.name}/{file.name})\n"
 
 
 def _screened(group: Group | None) -> str:

@@ -38,12 +38,12 @@ def _families(rows: Iterable[Row]) -> list[str]:
 def _colour(families: Sequence[str]) -> alt.Color:
     colours = [PALETTE[i % len(PALETTE)] for i in range(len(families))]
     scale = alt.Scale(domain=list(families), range=colours)
-    return alt.Color("family:N", scale=scale, legend=alt.Legend(title=None, orient="bottom"))
+    return alt.Color("family:N", scale=scale, legend=alt.Legend(title=None, orient="bottom", columns=7))
 
 
 def _style(families: Sequence[str]) -> dict[str, Any]:
-    """Colour and shape both tell the family, so that colour need not be seen."""
-    shapes = [_SHAPES[i % len(_SHAPES)] for i in range(len(families))]
+    """Colour and shape both tell the family, so that colour need not be seen; with many families only both together."""
+    shapes = [_SHAPES[(i + i // len(PALETTE)) % len(_SHAPES)] for i in range(len(families))]
     scale = alt.Scale(domain=list(families), range=shapes)
     return {"color": _colour(families), "shape": alt.Shape("family:N", scale=scale)}
 
