@@ -30,10 +30,11 @@ COMBINED = ("residency+smooth", "hysteresis+smooth", "smooth+soft")
 
 
 def config_of(a: argparse.Namespace, variant: str) -> Any:
-    from stickymoe.runs.config import ModelConfig, RunConfig
-    from stickymoe.variants import variant_class
+    from stickymoe.runs.presets import RECOMMENDED
+    from stickymoe.runs.settings import config_from
 
-    return RunConfig(model=ModelConfig(n_experts=a.experts), variant=variant_class(variant)())
+    settings = RECOMMENDED if variant == "recommended" else {"name": variant}
+    return config_from({"model": {"n_experts": a.experts}, "variant": settings})
 
 
 def step(a: argparse.Namespace) -> Work:
@@ -247,7 +248,7 @@ def main() -> None:
         from stickymoe.variants import variant_names
 
         routed = [name for name in variant_names() if name not in ("dense", "vanilla", "remoe")]
-        variants = ["vanilla", *routed, *COMBINED]
+        variants = ["vanilla", *routed, *COMBINED, "recommended"]
         results = []
         for a.experts in (4, 16):
             results.append(measure(a, variants))

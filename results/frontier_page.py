@@ -197,11 +197,12 @@ LESSONS = (
         "Experts take turns in a slot: one gate chooses slots token by token, a slower one who is in them, within a "
         "budget of loads. Roles stay apart, since a slot keeps its role whoever is in it. What it takes is kinship: "
         "siblings that learn alone learn the same things several times over, each from a part of the text, so most of "
-        "every gradient goes to the whole family. With two siblings in one of three slots it is level with a "
-        "mixture of three or slightly better; with four in each of four slots it is no better than a mixture of four. "
-        "Both of those load nothing: in so short a training, what siblings can tell apart by context is worth little "
-        "more than it costs to learn it apart. With `token` the gate of the slots reads the token beside the average, "
-        "which helps it as it helps two_speed.",
+        "every gradient goes to the whole family. With learned slots, two siblings in one of three are level with a "
+        "mixture of three or slightly better, and four in each of four are no better than a mixture of four; both of "
+        "those load nothing. With `token` the gate of the slots reads the token beside the average, which helps it as "
+        "it helps two_speed. With `hashed` a hash of the token says which slots it uses, and the gate only weighs "
+        "them: slots are apart from the first step on, the slow gate has nothing to learn but who is in them, and what "
+        "siblings can tell apart by context now shows.",
     ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
     (
@@ -216,7 +217,7 @@ LESSONS = (
         "A hash of the word, which no training moves, has lower perplexity than every learned gate tried with N=4: its "
         "experts are apart from the first step on, while learned gates spend much of so short a training on "
         "telling tokens apart. It switches as often as vanilla, so like two_speed it is for slots that "
-        "are all in memory.",
+        "are all in memory, and that is what siblings make of it.",
     ),
     (("trajectory",), "A bound: experts fixed by a hash of the span."),
 )
@@ -236,10 +237,10 @@ def _recommended(group: Group | None) -> str:
     return (
         f"`stickymoe train --recommended` trains `{point.row.label}`. Its perplexity is {abs(change.mean):.1f} % "
         f"{where} vanilla's, with {fewer} ({'one seed' if change.n == 1 else f'{change.n} seeds'}). It adds "
-        "a second gate to each layer; decoding remembers an average for each slot and expert, and who is in place. Set "
-        "`--variant.capacity` to the slots of your device and `--variant.budget` to the loads that a token may cost. "
-        "The control that loads nothing, a mixture of as many experts as there are slots, comes close to it: see "
-        "below.\n"
+        "two small gates to each layer; decoding remembers an average for each slot and expert, and who is in place. "
+        "Set `--variant.capacity` to the slots of your device and `--variant.budget` to the loads that a token may "
+        "cost. What it must be held against is the control that loads nothing, a mixture of as many experts as there "
+        "are slots: see below.\n"
     )
 
 

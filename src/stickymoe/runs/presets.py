@@ -65,7 +65,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # The router to take: docs/frontier.md says what it buys and costs.
-RECOMMENDED: dict[str, Any] = {"name": "siblings"}
+RECOMMENDED: dict[str, Any] = {"name": "siblings", "token": True, "hashed": True}
 
 
 def preset(name: str) -> dict[str, Any]:
