@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import vl_convert
@@ -15,6 +18,7 @@ from stickymoe.experiments.frontier import EVEN, FEWER, KEPT, Point
 from stickymoe.experiments.tables import ALL_SLOTS, Table
 from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runs.settings import config_from
+from stickymoe.variants import variant_class, variant_names
 
 HERE = Path(__file__).parent
 CACHES = (2, 3)
@@ -39,13 +43,13 @@ def page(collection: Collection, drawn: Path) -> str:
         (g for g in collection.groups if g.config.train.steps > 1000 and _is(g, experts=4, corpus="wikitext-2")), None
     )
     factbook = find(experts=4, corpus="factbook")
+    three = find(steps=1000, experts=3, corpus="wikitext-2")
     sections = {
         "The frontier": _compared(whole, drawn, "small", CACHES) + _on_the_papers_axes(whole, drawn),
         "The recommendation": _recommended(whole),
-        "Against the targets": _targets((whole, 3), (sixteen, 4), (longer, 3), (factbook, 3)),
+        "Against the targets": _targets((whole, 3, three), (sixteen, 4, whole), (longer, 3, None), (factbook, 3, None)),
         "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
-        "Or simply fewer experts?": _fits(whole, find(steps=1000, experts=3, corpus="wikitext-2"), 3)
-        + _fits(sixteen, whole, 4),
+        "Or simply fewer experts?": _fits(whole, three, 3) + _fits(sixteen, whole, 4),
         "Is every row of the paper beaten?": _beaten(whole),
         "Sixteen experts, a cache of four": _compared(sixteen, drawn, "sixteen", (4,)),
         "A longer schedule": _compared(longer, drawn, "longer", CACHES),
@@ -53,6 +57,7 @@ def page(collection: Collection, drawn: Path) -> str:
         "The screening": _screened(screen),
         "Does sticky mean topical?": "\n".join(filter(None, (_topical(factbook), _topical(whole)))),
         "Experts that layers share": _shared(collection),
+        "Signs": _signs(collection),
     }
     parts = [INTRODUCTION, *(f"## {title}\n\n{text}" for title, text in sections.items() if text)]
     if missing := [title for title, text in sections.items() if not text]:
@@ -69,6 +74,10 @@ active width. So a router is placed by the share of that gain it **keeps**,
 (PPL_dense − PPL) / (PPL_dense − PPL_vanilla) over common seeds, and by its **misses**: accesses of all k experts of a
 token that an LRU cache of C experts a layer does not hold. The target is {KEPT:.0%} of the gain at {FEWER:g} times
 fewer misses than vanilla, with experts used evenly (at least {EVEN:.0%} of full entropy, none neglected).
+
+N experts of which a token uses k · SR: how often the heaviest expert changes from token to token · CHR: its hit rate
+with two slots, the paper's metrics. Perplexity is that of the validation split, on which settings were chosen too.
+The signs in a row's name are explained [below](#signs).
 """
 
 
@@ -87,7 +96,20 @@ def _compared(group: Group | None, drawn: Path, name: str, caches: tuple[int, ..
     out = [f"{group.title}. {frontier.EXPLAINED}\n", tables.markdown(table)]
     for C in caches:
         out.append(_drawn(figures.kept_gain(group, C), drawn / f"{name}-c{C}.svg", f"Gain kept against misses, C={C}"))
-    return "\n".join(filter(None, out))
+    return "\n".join(filter(None, out)) + _noise(group)
+
+
+def _noise(group: Group) -> str:
+    """How far seeds are apart, where some row has several."""
+    off = [(value.sd / value.mean, value.n) for row in group.routed if (value := row.metric("ppl")) and value.sd]
+    if not off:
+        return ""
+    spread = math.sqrt(sum((n - 1) * x * x for x, n in off) / sum(n - 1 for _, n in off))
+    return (
+        f"\nFrom seed to seed perplexity varies by {spread:.1%} (standard deviation, {len(off)} rows with several): "
+        f"of rows with one seed, differences under {3 * spread:.0%} may be chance. A seed fixes the order of the text; "
+        "initial weights are the same only among routers with as many gates.\n"
+    )
 
 
 def _on_the_papers_axes(group: Group | None, drawn: Path) -> str:
@@ -127,9 +149,10 @@ def _screened(group: Group | None) -> str:
     )
 
 
-def _targets(*groups: tuple[Group | None, int]) -> str:
+def _targets(*groups: tuple[Group | None, int, Group | None]) -> str:
+    """Which rows reach the target with C slots, and what a mixture of C experts, which loads nothing, is worth."""
     lines = []
-    for group, C in groups:
+    for group, C, smaller in groups:
         found = frontier.points(group) if group is not None else []
         if group is None or len(found) < 2:  # nothing beside vanilla
             continue
@@ -137,7 +160,8 @@ def _targets(*groups: tuple[Group | None, int]) -> str:
         near = frontier.nearest([p for p in found if p.row is not group.baseline], C)
         where = f"N={group.config.model.n_experts}, C={C}{_where(group)}"
         if solved:
-            lines.append(f"- **{where}: reached** by {'; '.join(_told(p, C) for p in solved)}.")
+            beside = _beside_fewer(solved[0].row, smaller)
+            lines.append(f"- **{where}: reached** by {'; '.join(_told(p, C) for p in solved)}.{beside}")
             continue
         fewest = max(
             (p for p in found if p.even and C in p.fewer and p.row is not group.baseline),
@@ -150,6 +174,20 @@ def _targets(*groups: tuple[Group | None, int]) -> str:
             + (f" Nearest by the product of both: {_told(fewest, C)}." if fewest else "")
         )
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def _beside_fewer(row: Row, smaller: Group | None) -> str:
+    """A row beside the best mixture of as many experts as there are slots, over common seeds."""
+    found = [(r, change) for r in smaller.routed if (change := row.change(r)) is not None] if smaller else []
+    if smaller is None or not found:
+        return ""
+    best, change = max(found, key=lambda pair: pair[1].mean)
+    side = "below" if change.mean < 0 else "above"
+    seeds = "one seed" if change.n == 1 else f"{change.n} seeds"
+    return (
+        f" The best mixture of {smaller.config.model.n_experts}, which loads nothing, is `{best.label}`: the first of "
+        f"these is {abs(change.mean):.1f} % of perplexity {side} it ({seeds})."
+    )
 
 
 def _where(group: Group) -> str:
@@ -239,8 +277,9 @@ def _recommended(group: Group | None) -> str:
         f"{where} vanilla's, with {fewer} ({'one seed' if change.n == 1 else f'{change.n} seeds'}). It adds "
         "two small gates to each layer; decoding remembers an average for each slot and expert, and who is in place. "
         "Set `--variant.capacity` to the slots of your device and `--variant.budget` to the loads that a token may "
-        "cost. What it must be held against is the control that loads nothing, a mixture of as many experts as there "
-        "are slots: see below.\n"
+        "cost: misses per access are at most about B/k, and C/(k·T) for the first tokens of a sequence of T. So the "
+        "budget is chosen; what is measured is the perplexity that is left with it. What it must be held against is "
+        "the control that loads nothing, a mixture of as many experts as there are slots: see below.\n"
     )
 
 
@@ -293,7 +332,8 @@ def _beaten(group: Group | None) -> str:
         by = frontier.dominators(found, C)
         n = sum(point is not None for point in by.values())
         lines.append(
-            f"- C={C}: {n} of the {len(by)} rows have a row past the paper with lower perplexity and fewer misses."
+            f"- C={C}: {n} of the {len(by)} rows have a row past the paper with lower perplexity and fewer misses, by "
+            "the means over common seeds."
         )
         for label, point in by.items():
             rows.setdefault(label, []).append(f"`{point.row.label}`" if point else "none")
@@ -384,8 +424,24 @@ def _cross_layer(row: Row, plain: Row, pool: str) -> str:
     if row.variant.name != "cross_layer" or plain.variant.name != "vanilla" or change is None or fewer is None:
         return ""
     return (
-        f"- {pool}: `{row.label}` has {fewer.mean:.2f} × fewer misses of 2·L, at {change.mean:+.1f} % of perplexity.\n"
+        f"- {pool}: `{row.label}` has {fewer.mean:.2f} × fewer misses of 2·L, at {change.mean:+.1f} % of perplexity"
+        f"{'; the pool holds them all' if (plain.mean('pool_hit_rate_c2') or 0.0) > 0.99 else ''}.\n"
     )
+
+
+def _signs(collection: Collection) -> str:
+    """What the signs in the rows' names stand for, from the variants themselves."""
+    there = {name for group in collection.groups for row in group.rows for name in row.variant.name.split("+")}
+    lines = [
+        "Each is a setting of its variant, as `--variant.budget` of `siblings`; μ (`mu`) weighs the balance loss.\n"
+    ]
+    for name in filter(there.__contains__, variant_names()):
+        words = dict(re.findall(r"^ +(\w+): (.+)$", variant_class(name).__doc__ or "", re.M))
+        own = [f for f in fields(variant_class(name)) if f.name != "mu"]
+        told = " · ".join(f"{f.metadata.get('symbol', f.name)} (`{f.name}`) {words[f.name]}" for f in own)
+        if told:
+            lines.append(f"- `{name}`: {told}.")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -286,7 +286,7 @@ def _frontier(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     from stickymoe.experiments.collection import collect
-    from stickymoe.experiments.frontier import EXPLAINED, kept_table, too_little
+    from stickymoe.experiments.frontier import EXPLAINED, kept_table, no_share
 
     shown = False
     collection = collect(args.runs)
@@ -301,10 +301,13 @@ def _frontier(argv: list[str]) -> None:
         if table is not None:
             _print_lines([group.title, table])
             shown = True
-        if warning := too_little(group):
+        if warning := no_share(group):
             print(f"stickymoe: {warning}", file=sys.stderr)
     if not shown:
-        raise StickyError("Nothing to compare: it takes finished runs of vanilla, dense and others with one protocol.")
+        raise StickyError(
+            "Nothing to compare: it takes finished runs of vanilla, dense and others with one protocol. "
+            "stickymoe sweep GRID --rows vanilla,dense makes the two."
+        )
     print(EXPLAINED)
 
 
@@ -321,13 +324,21 @@ def _variants(argv: list[str]) -> None:
     console = Console(highlight=False)
     for name in variant_names():
         cls = variant_class(name)
-        defaults = "  ".join(f"--variant.{f.name} {f.default}" for f in dataclasses.fields(cls))
+        defaults = "  ".join(
+            f"--variant.{f.name} {f.default}{_sign(f.name, f.metadata.get('symbol', f.name))}"
+            for f in dataclasses.fields(cls)
+        )
         summary = (cls.__doc__ or "").strip().splitlines()[0]
         console.print(f"[bold]{name}[/bold]  {escape(summary)}", soft_wrap=True)
         console.print(f"    {cls.equation}\n    {defaults}", markup=False, soft_wrap=True)
     console.print(
         "\nThey combine by name: --variant smooth+residency+soft has the settings of all three.", soft_wrap=True
     )
+
+
+def _sign(name: str, symbol: str) -> str:
+    """How a setting is written in equations and labels, where that is not its name."""
+    return "" if symbol.replace(" ", "_") == name else f" ({symbol})"
 
 
 def _add_access(parser: argparse.ArgumentParser, *, order: str) -> None:

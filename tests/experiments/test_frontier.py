@@ -83,6 +83,7 @@ def test_the_interval_is_students():
     cells = {row[0]: [str(cell) for cell in row] for row in table.rows}
     assert cells["smooth d=0.5 ★"][1:6] == ["3", "104.33 ± 1.53", "60 ± 0", "0.400 ± 0.000", "1.25 ± 0.00"]
     assert cells["vanilla ★"][5] == "–"
+    assert cells["dense"] == ["dense", "3", "110.33 ± 1.53", "0", *["–"] * 7]
 
 
 def test_rows_are_held_against_each_other_over_common_seeds():
@@ -127,6 +128,7 @@ def test_the_interval_of_a_share_is_that_of_a_ratio():
 def test_without_controls_or_gain_there_is_no_table():
     (group,) = grouped([a_run("vanilla", ppl=100.0), a_run("residency", ppl=90.0)])
     assert frontier.kept_table(group) is None
+    assert str(frontier.no_share(group)).endswith("2 finished rows, but no dense to measure the gain by")
     (group,) = grouped([a_run("vanilla", ppl=100.0), a_run("dense", ppl=99.0)])
     assert frontier.kept_table(group) is None
 
@@ -134,7 +136,7 @@ def test_without_controls_or_gain_there_is_no_table():
 @pytest.mark.parametrize(("dense", "told"), [(110.0, False), (101.0, True), (99.0, True)])
 def test_a_gain_too_small_to_share_is_told(dense, told):
     (group,) = grouped([a_run("vanilla", ppl=100.0), a_run("dense", ppl=dense)])
-    warning = frontier.too_little(group)
+    warning = frontier.no_share(group)
     assert (warning is not None) == told
     if warning is not None:
         assert "expected -2 % or less" in warning

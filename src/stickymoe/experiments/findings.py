@@ -17,6 +17,7 @@ from typing import Literal
 
 from stickymoe.experiments.collection import Group, Row, Value, kept_gain
 from stickymoe.experiments.tables import ALL_SLOTS, Number, capacities
+from stickymoe.runs.presets import PRESETS
 
 Verdict = Literal["holds", "holds in part", "does not hold", "measured", "not tested"]
 Decision = tuple[Verdict, str]
@@ -48,6 +49,13 @@ def findings(group: Group, others: Sequence[Group] = ()) -> list[Finding]:
         claim = "Is the effect of the loss regularisation?"
         found.insert(0, _decided(claim, partial(_overfitting, group, others)))
     return found
+
+
+def scope(group: Group) -> str:
+    """What the verdicts are about, and how far that is from the paper's own runs."""
+    steps, papers = group.config.train.steps, PRESETS["paper-small"]["train"]["steps"]
+    shorter = f"; the paper trains for {papers:,}" if steps != papers else ""
+    return f"Of these runs, {steps:,} steps{shorter}. Thresholds are ours, and said."
 
 
 def _decided(claim: str, decide: Callable[[], Decision]) -> Finding:

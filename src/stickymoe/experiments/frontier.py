@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 from stickymoe.experiments.collection import Group, Row, Value, common_seeds, kept_gain
 from stickymoe.experiments.grids import PAPER_ROWS
-from stickymoe.experiments.tables import ALL_SLOTS, Cell, Table, capacities, number
+from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Cell, Table, capacities, number
 
 # What a row must reach to be called solved: ten times fewer misses, four fifths of the gain.
 FEWER, KEPT = 10.0, 0.8
 EXPLAINED = (
     "Gain kept: share of the mixture's gain over dense, ± half of its 95 % interval over seeds, elsewhere one standard "
     "deviation · misses per access over all slots, × times fewer than vanilla · ★ beaten by none at the smallest "
-    "cache, over common seeds · even: expert use of at least 95 % of full entropy, none neglected."
+    "cache, over common seeds · even: expert use of at least 95 % of full entropy, none neglected · a row is held "
+    "against vanilla and dense over the seeds it has, so of one seed against that seed."
 )
 WORTH = 2.0  # per cent that vanilla must be below dense, for a share of it to mean something
 EVEN = 0.95  # of log₂ N, for the entropy of the experts' use
@@ -69,9 +70,12 @@ def interval(value: Value) -> float | None:
     return _T95[min(value.n - 1, len(_T95)) - 1] * value.sd / math.sqrt(value.n)
 
 
-def too_little(group: Group) -> str | None:
-    """A line that says so, if vanilla is hardly better than dense."""
+def no_share(group: Group) -> str | None:
+    """A line that says why no gain of it can be shared out: a control is missing, or vanilla is hardly better."""
     baseline, dense = group.baseline, group.find("dense")
+    if missing := [name for name, row in (("vanilla", baseline), ("dense", dense)) if row is None]:
+        there = f"{len(group.complete)} finished row{'s' * (len(group.complete) != 1)}"
+        return f"{group.title}: {there}, but no {' and no '.join(missing)} to measure the gain by"
     change = baseline.change(dense) if baseline is not None and dense is not None else None
     if change is None or change.mean <= -WORTH:
         return None
@@ -116,7 +120,7 @@ def best(found: Sequence[Point], capacity: int) -> list[Point]:
 
 
 def kept_table(group: Group, *, name: str = "kept", caption: str = "") -> Table | None:
-    """Gain kept and all-slots misses of every row; ★ marks those that none beats at the smallest cache."""
+    """Gain kept and all-slots misses of every row, dense last; ★ marks those that none beats at the smallest cache."""
     found = points(group)
     if not found:
         return None
@@ -134,6 +138,9 @@ def kept_table(group: Group, *, name: str = "kept", caption: str = "") -> Table 
         cells += ["yes" if point.even else "no"]
         label = f"{point.row.label} ★" if point.row.label in stars else point.row.label
         lines.append((label, *cells))
+    if (dense := group.find("dense")) is not None and (ppl := dense.metric("ppl")) is not None:
+        nothing: list[Cell] = [NOTHING] * (2 * len(sizes) + 3)
+        lines.append((dense.label, str(ppl.n), number(ppl, ".2f"), "0", *nothing))
     heads = [head for C in sizes for head in (f"misses C={C} ↓", f"× C={C}")]
     headings = ("variant", "seeds", "PPL ↓", "gain kept % ↑", *heads, "SR ↓", "CHR ↑", "even")
     return Table(name, caption, headings, tuple(lines))

@@ -162,5 +162,6 @@ def chosen_rows(runs: list[RunConfig], names: str | None) -> list[RunConfig]:
     known = {name for run in runs for name in (run.variant.name, run.variant.label, run.variant.key)}
     for name in wanted:
         if name not in known:
-            raise ConfigError(unknown("row", name, known))
+            names_only = ", ".join(dict.fromkeys(run.variant.name for run in runs))
+            raise ConfigError(unknown("row", name, known, or_else=f"Known: {names_only}; --dry_run lists every row."))
     return [run for run in runs if {run.variant.name, run.variant.label, run.variant.key} & set(wanted)]

@@ -26,7 +26,7 @@ from stickymoe import __version__
 from stickymoe.errors import RunError, StickyError
 from stickymoe.experiments import figures, tables
 from stickymoe.experiments.collection import Collection, Group, Row, Run, collect
-from stickymoe.experiments.findings import Finding, findings
+from stickymoe.experiments.findings import Finding, findings, scope
 from stickymoe.experiments.frontier import EXPLAINED, kept_table
 from stickymoe.experiments.on_device import OnDevice, on_device
 from stickymoe.experiments.paper import SOURCE, beside_the_paper, layers_beside_the_paper
@@ -293,6 +293,7 @@ def _page(collection: Collection, sections: list[Section], patterns: Drawing) ->
         table_html=lambda table: Markup(tables.html(table)),  # escapes every cell itself
         script=Markup(vl_convert.javascript_bundle(None)),  # type: ignore[arg-type]  # its stub lacks the default
         config_text=_config_text,
+        scope=scope,
         unfinished=[run for run in collection.runs if not run.complete],
     )
 
@@ -324,7 +325,7 @@ def _markdown(collection: Collection, sections: list[Section], patterns: Drawing
         for table in section.beside_paper:
             parts += [f"{clean(table.caption)} Source: {SOURCE}.\n", tables.markdown(table)]
         if section.findings:
-            parts.append("### Findings\n")
+            parts.append(f"### Findings\n\n{scope(section.group)}\n")
             parts += [f"- **{f.claim}: {f.verdict}.** {clean(f.text)}" for f in section.findings]
             parts.append("")
         if section.on_device is not None:
