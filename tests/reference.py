@@ -47,8 +47,8 @@ def balance_loss(g, S, mask, doc=None):
     return total / L
 
 
-def family_balance_loss(g, S, mask, slots):
-    """L_bal of the families i mod C, and the mean over families of L_bal among the members of each."""
+def family_balance_loss(g, S, mask, slots, within=False):
+    """L_bal of the families i mod C, and the mean over families of L_bal among the members of each, or that alone."""
     N = len(g[0][0][0])
     slots = min(slots, N)
     roots = [len(range(slot, N, slots)) ** 0.5 for slot in range(slots)]  # families are used by the root of their size
@@ -65,7 +65,7 @@ def family_balance_loss(g, S, mask, slots):
             for e in family:
                 p = sum(g[layer][b][t][e] / w for (b, t), w in zip(real, whole, strict=True)) / max(len(real), 1)
                 among += len(family) * uses.count(e) / max(len(uses), 1) * p
-            total += between + among / slots
+            total += among / slots + (0.0 if within else between)
     return total / len(g)
 
 

@@ -36,6 +36,10 @@ LOSSES = {
         lambda trace, n: losses.family_balance_by_layer(trace, capacity=n).mean(),
         lambda trace, n: reference.family_balance_loss(trace.g, trace.S.tolist(), trace.mask, n),
     ),
+    "balance within families": (
+        lambda trace, n: losses.family_balance_by_layer(trace, capacity=n, within=True).mean(),
+        lambda trace, n: reference.family_balance_loss(trace.g, trace.S.tolist(), trace.mask, n, within=True),
+    ),
     "dot": (
         lambda trace, n: losses.dot_by_layer(trace).mean(),
         lambda trace, n: reference.dot_loss(trace.g, trace.mask, trace.doc),

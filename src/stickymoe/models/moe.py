@@ -35,7 +35,7 @@ class Experts(nn.Module):
     def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
         """eq:moe_output, on the fast path or the plain one; both give the same, up to rounding."""
         weights: list[Tensor] = [self.up, self.up_bias, self.down, self.down_bias]
-        if self.families is not None:
+        if self.families is not None and torch.is_grad_enabled():
             weights = [_SharedGradient.apply(p, self.families) for p in weights]  # type: ignore[no-untyped-call]
         return sorted_experts(h, S, w, *weights) if self.fast else plain_experts(h, S, w, *weights)
 

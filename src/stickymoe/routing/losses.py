@@ -53,13 +53,14 @@ def _real_mean(trace: RoutingTrace, x: Float[Tensor, "L B T n"]) -> Float[Tensor
 
 
 def family_balance_by_layer(
-    trace: RoutingTrace, *, capacity: int, load: Float[Tensor, "L N"] | None = None
+    trace: RoutingTrace, *, capacity: int, load: Float[Tensor, "L N"] | None = None, within: bool = False
 ) -> Float[Tensor, " L"]:
     """Σ_c F_c·P_c / r_c over the families i mod C, and the mean over families of L_bal among the members of each.
 
     F and P are a family's load and gate weight, r_c its right share, by the root of its size: an even use of slots
     would leave members of large families idle, an even use of experts would have every token use a large family.
-    2 where all have their shares.
+    2 where all have their shares. Only the second part if it is to be `within` families: where no gate chooses the
+    family, F does not answer to P, and the first would drive P to one of them.
     """
     f = expert_load(trace) if load is None else load
     N, capacity = trace.g.shape[-1], min(capacity, trace.g.shape[-1])
@@ -68,10 +69,10 @@ def family_balance_by_layer(
     right = sizes.sqrt() / sizes.sqrt().sum()
     tiny = torch.finfo(f.dtype).tiny
     G, F = family_sums(trace.g, capacity), family_sums(f, capacity)
-    between = (F * _real_mean(trace, G) / right).sum(-1)
     p_within = _real_mean(trace, trace.g / G[..., family].clamp(min=tiny))
     f_within = f / F[:, family].clamp(min=tiny)
-    return between + (sizes[family] * f_within * p_within).sum(-1) / capacity
+    among_members = (sizes[family] * f_within * p_within).sum(-1) / capacity
+    return among_members if within else among_members + (F * _real_mean(trace, G) / right).sum(-1)
 
 
 def consistency_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:

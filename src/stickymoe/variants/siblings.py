@@ -28,7 +28,7 @@ class SiblingsVariant(Routed):
     Siblings begin as one expert, and much of what one learns all do: what they share is learned from all tokens.
 
     Args:
-        mu: weight μ of the load-balancing loss, of families and among the siblings of each
+        mu: weight μ of the load-balancing loss, of families (where a gate chooses them) and among the siblings of each
         capacity: slots C per layer and sequence, at least the k of a token
         fast: decay d of the average that the gate of the families reads; 0 for the token alone
         slow: decay s of the average that tells siblings apart
@@ -86,5 +86,9 @@ class SiblingsVariant(Routed):
         from stickymoe.routing.losses import family_balance_by_layer
 
         return Term(
-            "bal", self.mu, lambda trace, ctx: family_balance_by_layer(trace, capacity=self.capacity, load=ctx.load)
+            "bal",
+            self.mu,
+            lambda trace, ctx: family_balance_by_layer(
+                trace, capacity=self.capacity, load=ctx.load, within=self.hashed
+            ),
         )
