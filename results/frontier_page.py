@@ -277,9 +277,10 @@ def _recommended(group: Group | None) -> str:
         f"{where} vanilla's, with {fewer} ({'one seed' if change.n == 1 else f'{change.n} seeds'}). It adds "
         "two small gates to each layer; decoding remembers an average for each slot and expert, and who is in place. "
         "Set `--variant.capacity` to the slots of your device and `--variant.budget` to the loads that a token may "
-        "cost: misses per access are at most about B/k, and C/(k·T) for the first tokens of a sequence of T. So the "
-        "budget is chosen; what is measured is the perplexity that is left with it. What it must be held against is "
-        "the control that loads nothing, a mixture of as many experts as there are slots: see below.\n"
+        "cost: its own slots load at most B/k experts per access, and C/(k·T) for the first tokens of a sequence of T; "
+        "an LRU cache of as many, which is what the tables have, may load more, since it does not know whose slot is "
+        "whose. So the budget is chosen; what is measured is the perplexity that is left with it. What it must be held "
+        "against is the control that loads nothing, a mixture of as many experts as there are slots: see below.\n"
     )
 
 
@@ -332,13 +333,18 @@ def _beaten(group: Group | None) -> str:
         by = frontier.dominators(found, C)
         n = sum(point is not None for point in by.values())
         lines.append(
-            f"- C={C}: {n} of the {len(by)} rows have a row past the paper with lower perplexity and fewer misses, by "
-            "the means over common seeds."
+            f"- C={C}: {n} of the {len(by)} rows have one past the paper with lower perplexity and fewer misses: over "
+            "several common seeds by more than half of the 95 % interval, over one by any amount."
         )
         for label, point in by.items():
-            rows.setdefault(label, []).append(f"`{point.row.label}`" if point else "none")
+            theirs = next(p for p in found if p.row.label == label)
+            seeds = len(common_seeds(point.row, theirs.row)) if point else 0
+            rows.setdefault(label, []).append(f"`{point.row.label}` ({seeds})" if point else "none")
     table = Table(
-        "beaten", "", ("the paper's", *(f"beaten at C={C} by" for C in CACHES)), tuple((k, *v) for k, v in rows.items())
+        "beaten",
+        "",
+        ("the paper's", *(f"beaten at C={C} by (common seeds)" for C in CACHES)),
+        tuple((k, *v) for k, v in rows.items()),
     )
     return "\n".join(lines) + "\n\n" + tables.markdown(table)
 

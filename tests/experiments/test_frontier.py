@@ -106,6 +106,41 @@ def test_rows_are_held_against_each_other_over_common_seeds():
     assert not residency.beats(smooth, 2)
 
 
+def test_all_of_a_line_is_over_the_seeds_that_it_names():
+    """Dense has one seed: what the other two make of a second does not count."""
+    more = [
+        a_run("vanilla", seed=43, ppl=100.0, cache_hit_rate_all_c3=0.75),
+        a_run("residency", seed=43, ppl=99.0, cache_hit_rate_all_c3=0.76, switch_rate=0.9, neglected_experts=2),
+    ]
+    (group,) = grouped([*runs(), *more])
+    residency = next(p for p in frontier.points(group) if p.row.variant.name == "residency")
+    assert residency.seeds == (42,)
+    assert residency.fewer[3].mean == pytest.approx(12.5)
+    assert residency.even
+    assert residency.solves(3)
+    table = frontier.kept_table(group)
+    assert table is not None
+    (line,) = (row for row in table.rows if str(row[0]).startswith("residency"))
+    assert "±" not in "".join(str(cell) for cell in line)
+
+
+def test_over_several_seeds_a_row_must_be_beaten_by_more_than_their_spread():
+    def pair(seed, ppl, hit):
+        return [
+            a_run("vanilla", seed=seed, ppl=100.0, cache_hit_rate_all_c2=0.5),
+            a_run("dense", seed=seed, ppl=110.0),
+            a_run({"name": "soft", "lam": 0.1}, seed=seed, ppl=105.0, cache_hit_rate_all_c2=0.55),
+            a_run({"name": "smooth", "decay": 0.5}, seed=seed, ppl=ppl, cache_hit_rate_all_c2=hit),
+        ]
+
+    (noisy,) = grouped([*pair(42, 104.0, 0.56), *pair(43, 103.0, 0.7), *pair(44, 104.5, 0.551)])
+    assert frontier.dominators(frontier.points(noisy), 2) == {"soft λ=0.1": None}
+    (sure,) = grouped([*pair(42, 104.0, 0.60), *pair(43, 103.9, 0.61), *pair(44, 104.1, 0.6)])
+    by = frontier.dominators(frontier.points(sure), 2)["soft λ=0.1"]
+    assert by is not None
+    assert by.row.variant.name == "smooth"
+
+
 def test_the_interval_of_a_share_is_that_of_a_ratio():
     """A row that keeps the same share with every seed is sure of it, however the gain itself may vary."""
     ppls = {42: (100.0, 110.0), 43: (100.0, 130.0), 44: (100.0, 104.0)}

@@ -141,14 +141,25 @@ class Row:
         """Perplexity over the baseline's, in per cent."""
         return self.against(baseline, "ppl", lambda ppl, base: 100 * (ppl / base - 1))
 
-    def fewer_misses(self, baseline: Row, hit_rate: str) -> Value | None:
+    def fewer_misses(self, baseline: Row, hit_rate: str, seeds: Iterable[int] | None = None) -> Value | None:
         """How many times fewer misses than the baseline: (1 − hit rate there) / (1 − hit rate here)."""
-        return self.against(baseline, hit_rate, lambda hit, base: (1 - base) / (1 - hit) if hit < 1 else math.inf)
 
-    def against(self, other: Row, metric: str, compare: Callable[[float, float], float]) -> Value | None:
-        """Both compared seed by seed, over the seeds both have; None without a common one."""
+        def times(hit: float, base: float) -> float:
+            return (1 - base) / (1 - hit) if hit < 1 else math.inf
+
+        return self.against(baseline, hit_rate, times, seeds)
+
+    def against(
+        self,
+        other: Row,
+        metric: str,
+        compare: Callable[[float, float], float],
+        seeds: Iterable[int] | None = None,
+    ) -> Value | None:
+        """Both compared seed by seed, over the seeds both have, or those of them among `seeds`; None without any."""
         ours, theirs = self.by_seed(metric), other.by_seed(metric)
-        return Value.of([compare(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())])
+        common = ours.keys() & theirs.keys() if seeds is None else ours.keys() & theirs.keys() & set(seeds)
+        return Value.of([compare(ours[seed], theirs[seed]) for seed in sorted(common)])
 
 
 def common_seeds(*rows: Row) -> list[int]:

@@ -40,6 +40,7 @@ class Point:
     """
 
     row: Row
+    seeds: tuple[int, ...]
     ppl: Value
     kept: Value
     misses: dict[int, Value]
@@ -48,16 +49,29 @@ class Point:
     @property
     def even(self) -> bool:
         """Whether its experts are used evenly, and none is neglected."""
-        entropy, n = self.row.mean("utilisation_entropy"), self.row.runs[0].config.model.pool_size
-        return entropy is not None and entropy >= EVEN * math.log2(n) and not self.row.mean("neglected_experts")
+        entropy, n = self.metric("utilisation_entropy"), self.row.runs[0].config.model.pool_size
+        neglected = self.metric("neglected_experts")
+        return entropy is not None and entropy.mean >= EVEN * math.log2(n) and not (neglected and neglected.mean)
 
-    def beats(self, other: Point, capacity: int) -> bool:
-        """Better in perplexity or misses, and no worse in the other, over common seeds."""
+    def metric(self, name: str) -> Value | None:
+        return self.row.metric(name, self.seeds)
+
+    def ahead(self, other: Point, capacity: int) -> tuple[Value, Value] | None:
+        """By how much its perplexity is lower and its hit rate higher, over common seeds; None without any."""
         ppl = self.row.against(other.row, "ppl", lambda ours, theirs: theirs - ours)
         hits = self.row.against(other.row, f"{ALL_SLOTS}{capacity}", lambda ours, theirs: ours - theirs)
-        if ppl is None or hits is None:
-            return False
-        return min(ppl.mean, hits.mean) >= 0 and max(ppl.mean, hits.mean) > 0
+        return None if ppl is None or hits is None else (ppl, hits)
+
+    def beats(self, other: Point, capacity: int) -> bool:
+        """Better in perplexity or misses, and no worse in the other, by the means."""
+        ahead = self.ahead(other, capacity)
+        means = [] if ahead is None else [value.mean for value in ahead]
+        return bool(means) and min(means) >= 0 and max(means) > 0
+
+    def surely_beats(self, other: Point, capacity: int) -> bool:
+        """Better in both, and where there are several seeds by more than the half of each 95 % interval."""
+        ahead = self.ahead(other, capacity)
+        return ahead is not None and all(value.mean > (interval(value) or 0.0) for value in ahead)
 
     def solves(self, capacity: int) -> bool:
         return self.kept.mean >= KEPT and self.fewer[capacity].mean >= FEWER and self.even
@@ -95,12 +109,13 @@ def points(group: Group) -> list[Point]:
         kept = kept_gain(row, baseline=baseline, dense=dense)
         seeds = common_seeds(row, baseline, dense)
         hit_rates = {C: row.metric(f"{ALL_SLOTS}{C}", seeds) for C in capacities(group.rows)}
-        fewer = {C: row.fewer_misses(baseline, f"{ALL_SLOTS}{C}") for C in hit_rates}
+        fewer = {C: row.fewer_misses(baseline, f"{ALL_SLOTS}{C}", seeds) for C in hit_rates}
         ppl = row.metric("ppl", seeds)
         if kept is not None and ppl is not None:
             found.append(
                 Point(
                     row,
+                    tuple(seeds),
                     ppl,
                     kept,
                     {C: Value(1 - hit.mean, hit.sd, hit.n) for C, hit in hit_rates.items() if hit is not None},
@@ -134,7 +149,7 @@ def kept_table(group: Group, *, name: str = "kept", caption: str = "") -> Table 
         for C in sizes:
             fewer = None if point.row is group.baseline else point.fewer.get(C)
             cells += [number(point.misses.get(C), ".3f"), number(fewer, ".2f")]
-        cells += [number(point.row.metric("switch_rate"), ".3f"), number(point.row.metric("cache_hit_rate"), ".3f")]
+        cells += [number(point.metric("switch_rate"), ".3f"), number(point.metric("cache_hit_rate"), ".3f")]
         cells += ["yes" if point.even else "no"]
         label = f"{point.row.label} ★" if point.row.label in stars else point.row.label
         lines.append((label, *cells))
@@ -153,11 +168,16 @@ def of_the_paper(row: Row) -> bool:
 
 
 def dominators(found: Sequence[Point], capacity: int) -> dict[str, Point | None]:
-    """For each of the paper's rows, no ablations, the point past it that beats it and keeps most, or None."""
+    """For each of the paper's rows, no ablations, a point past it that surely beats it, or None.
+
+    Of several the one with most seeds in common, then the one that keeps most.
+    """
     ours = [point for point in found if not of_the_paper(point.row) and point.row.variant.name != "vanilla"]
     return {
         point.row.label: max(
-            (other for other in ours if other.beats(point, capacity)), key=lambda p: p.kept.mean, default=None
+            (other for other in ours if other.surely_beats(point, capacity)),
+            key=lambda other: (len(common_seeds(other.row, point.row)), other.kept.mean),
+            default=None,
         )
         for point in found
         if of_the_paper(point.row) and not point.row.ablation
