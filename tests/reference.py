@@ -394,11 +394,11 @@ def rent(logits, k, capacity, price, doc=None):
             for e in range(N):
                 if e not in R:
                     missed[e] += max(0.0, g[e] - least)
-            outside = [e for e in range(N) if e not in R]
-            if outside:
-                best = min(outside, key=lambda e: (-missed[e], e))
+            chosen_at_once = [e for e in range(N) if e not in R and g[e] > least]
+            if chosen_at_once:
+                best = min(chosen_at_once, key=lambda e: (-missed[e], e))
                 oldest = min(R, key=lambda e: (last_use[e], g[e], -e))
-                if missed[best] > price and g[best] > least:
+                if missed[best] > price:
                     R = R - {oldest} | {best}
                     missed[best] = missed[oldest] = 0.0
         residents.append(R)

@@ -1,12 +1,15 @@
 """Small models in float64 whose experts differ and whose routing is far from uniform, so that a slip shows."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
 import torch
 
 from stickymoe.models.gpt import GPT, DecodeCache
-from stickymoe.runs.config import ModelConfig, RunConfig
+from stickymoe.runs.config import ModelConfig
+from stickymoe.runs.presets import RECOMMENDED
+from stickymoe.runs.settings import config_from
 from stickymoe.training.build import build_model
 from stickymoe.variants import variant_class, variant_names
 
@@ -26,7 +29,8 @@ def kinds_of_router() -> list[str]:
 @cache
 def lively(variant: str) -> GPT:
     """The model of a variant with large random weights; shared between tests, which must not train it."""
-    model = build_model(RunConfig(model=SIZES, variant=variant_class(variant)()), VOCAB).double()
+    settings = RECOMMENDED if variant == "recommended" else {"name": variant}
+    model = build_model(replace(config_from({"variant": settings}), model=SIZES), VOCAB).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():

@@ -12,7 +12,7 @@ from strategies import documents
 
 some = settings(deadline=None, max_examples=12)
 COMBINED = ["hysteresis+smooth+soft", "oracle+residency+smooth", "segment+smooth"]
-every_variant = pytest.mark.parametrize("variant", [*kinds_of_router(), *COMBINED])
+every_variant = pytest.mark.parametrize("variant", [*kinds_of_router(), *COMBINED, "recommended"])
 seeds = st.integers(0, 10_000)
 batches = st.integers(1, 2)
 lengths = st.integers(1, SIZES.seq_len)

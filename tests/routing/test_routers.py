@@ -292,10 +292,12 @@ def test_as_many_experts_as_there_are_can_be_chosen_and_no_more():
             Router(D, 4, k)
 
 
-def test_positions_of_other_rows_are_refused():
+@pytest.mark.parametrize(("name", "said"), [("position", "positions"), ("tokens", "tokens"), ("boundary", "boundary")])
+def test_what_is_of_other_rows_is_refused(name, said):
     x = router_input(np.random.default_rng(0), 3, 4)
-    object.__setattr__(x, "position", x.position[:1])  # past the types, which are checked in tests alone
-    with pytest.raises(StickyError, match=r"positions of shape \[1, 4\], expected \[3, 4\]"):
+    # Past the types, which are checked in tests alone.
+    object.__setattr__(x, name, torch.zeros(1, 4, dtype=torch.bool) if name == "boundary" else getattr(x, name)[:1])
+    with pytest.raises(StickyError, match=rf"{said} of shape \[1, 4\], expected \[3, 4\]"):
         router(np.random.default_rng(0), 4, 2)(x)
 
 

@@ -128,6 +128,21 @@ def test_of_equal_wins_the_first_slot_changes_and_the_next_after_its_rest():
     assert S[0].tolist() == [[0, 1]] * 13
 
 
+def test_a_budget_too_small_for_any_text_loads_nothing():
+    logits = torch.randn(1, 40, 4, generator=torch.Generator().manual_seed(0))
+    x = router_input(np.random.default_rng(0), 1, 40)
+    none = Siblings(capacity=2, margin=0.0, budget=0.0)(logits, 2, x, {})[1]
+    for budget in (1e-20, 5e-324):
+        assert torch.equal(Siblings(capacity=2, margin=0.0, budget=budget)(logits, 2, x, {})[1], none)
+
+
+def test_an_outsider_is_not_kept_out_by_one_that_missed_more_but_would_not_be_chosen():
+    gates = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.5, 0.3, 0.1], *[[0.05, 0.4, 0.1, 0.45]] * 5])
+    x = router_input(np.random.default_rng(0), 1, 7)
+    _, S, _ = Rent(capacity=1, price=0.0)(gates.log()[None], 1, x, {})
+    assert S.flatten().tolist() == [0, 1, 3, 3, 3, 3, 3]
+
+
 @thorough
 @given(case=windowed_logits(), room=st.integers(0, 4), price=st.sampled_from([0.0, 0.3, 1.0]))
 def test_rent_is_that_of_the_reference(case, room, price):

@@ -68,6 +68,13 @@ class TestAFinishedRun:
             assert values["cons"] > 0
             assert values["hard"] > 0
 
+    def test_tells_routers_how_much_of_it_is_over(self, small: Small, finished: Finished) -> None:
+        """Residents that are free throughout route as vanilla does."""
+        free = small("--variant.capacity", "2", "--variant.free", "1.0", variant="residency")
+        assert train_losses(finished(free)) == train_losses(finished(small()))
+        strict = small("--variant.capacity", "2", variant="residency")
+        assert train_losses(finished(strict)) != train_losses(finished(small()))
+
     def test_starts_near_uniform_prediction(self, small: Small, finished: Finished) -> None:
         first = train_losses(finished(small()))[0]
         assert first["ce"] == pytest.approx(math.log(300), rel=0.02)

@@ -326,7 +326,7 @@ def rent(g: Any, position: Any, missed: Any, unused: Any, resident: Any, capacit
                 for i in range(N):
                     if not here[i]:
                         missed[b, i] += max(0.0, g[b, t, i] - least)
-                        if entering < 0 or missed[b, i] > missed[b, entering]:
+                        if g[b, t, i] > least and (entering < 0 or missed[b, i] > missed[b, entering]):
                             entering = i
                     elif (
                         leaving < 0
@@ -334,7 +334,7 @@ def rent(g: Any, position: Any, missed: Any, unused: Any, resident: Any, capacit
                         or (unused[b, i] == unused[b, leaving] and g[b, t, i] <= g[b, t, leaving])
                     ):
                         leaving = i
-                if entering >= 0 and missed[b, entering] > price and g[b, t, entering] > least:
+                if entering >= 0 and missed[b, entering] > price:
                     here[entering], here[leaving] = True, False
                     missed[b, entering], missed[b, leaving] = 0.0, 0.0
                     unused[b, entering] = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -250,7 +250,6 @@ class Router(nn.Module):
             g, S, choice_state = choice(logits, self.top_k, x, state)
             g_gate = None
             if self.gate_only:
-                x = replace(x, h=x.h.detach(), attended=x.attended.detach())
                 logits, _ = filter(_gated(features.detach(), self.gate), x, state)
                 g_gate, _, _ = choice(logits, self.top_k, x, state)
         return Routing(g=g, S=S, w=combine_weights(g, S), state={**filter_state, **choice_state}, g_gate=g_gate)
@@ -272,8 +271,8 @@ class Router(nn.Module):
 def _require_rows(x: RouterInput, state: State) -> None:
     """Compiled loops do not look where they write."""
     B, T = x.h.shape[:2]
-    for name, array in (("positions", x.position), ("tokens", x.tokens)):
-        if array.shape != (B, T):
+    for name, array in (("positions", x.position), ("tokens", x.tokens), ("boundary", x.boundary)):
+        if array is not None and array.shape != (B, T):
             shape = list(array.shape)
             raise ConfigError(f"Router: got {name} of shape {shape}, expected {[B, T]} as the hidden states.")
     for name, array in state.items():

@@ -24,6 +24,7 @@ from stickymoe.routing.routers import RouterInput, Scanned, State
 from stickymoe.routing.scan import as_numpy, as_tensor, remembered
 
 _NO_KEYS = np.empty((0, 0), np.int64)
+_FOREVER = 2.0**31  # tokens that no sequence has
 
 
 class Smooth:
@@ -242,9 +243,9 @@ class Rent(_Resident):
     """S_t = top-k of g_t among C residents; an outsider moves in when the weight it missed adds up to the price θ.
 
     What an outsider misses at a token is what its g has above the least of the k chosen. It moves in where it is
-    chosen at once, and the resident that was chosen longest ago goes (of equals the least g, the highest index): so an
-    LRU cache of C loads no more than what moves in. At the start of a document the top-C move in. g = softmax(ℓ).
-    Inertia grows with θ from 0.
+    chosen at once, of several the one that missed most, and the resident that was chosen longest ago goes (of equals
+    the least g, the highest index): so an LRU cache of C loads no more than what moves in. At the start of a document
+    the top-C move in. g = softmax(ℓ). Inertia grows with θ from 0.
     """
 
     price: float
@@ -285,7 +286,8 @@ class Siblings(Scanned):
     @cached_property
     def _terms(self) -> tuple[float, int]:
         """The margin, and the tokens from one load to the next. Without a budget none can win by enough."""
-        return (self.margin, math.ceil(round(1 / self.budget, 6))) if self.budget else (math.inf, 1)
+        rest = 1 / self.budget if self.budget else math.inf
+        return (self.margin, math.ceil(round(rest, 6))) if rest < _FOREVER else (math.inf, 1)
 
 
 @dataclass(frozen=True)

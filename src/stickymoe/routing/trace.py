@@ -63,6 +63,12 @@ class RoutingTrace:
         """eq:gate. The trace of a standard top-k router, from its raw logits."""
         if not 1 <= top_k <= logits.shape[-1]:
             raise ConfigError(f"top_k: got {top_k}, expected 1 … {logits.shape[-1]} (the number of experts).")
+        for name, given in (("mask", mask), ("doc", doc)):
+            if given is not None and given.shape != logits.shape[1:3]:
+                B, T = logits.shape[1:3]
+                raise ConfigError(
+                    f"{name}: got shape {list(given.shape)}, expected {[B, T]} as the logits [L, B, T, N]."
+                )
         if mask is None:
             mask = torch.ones(logits.shape[1:3], dtype=torch.bool, device=logits.device)
         else:  # what attention left at padding may be NaN, which would spread to every gradient

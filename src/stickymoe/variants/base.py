@@ -130,7 +130,11 @@ class Variant:
 
 
 def _text(value: float | tuple[float, ...], comma: str) -> str:
-    return comma.join(f"{x:g}" for x in value) if isinstance(value, tuple) else f"{value:g}"
+    """Short where that says it all: two settings never read the same."""
+    if isinstance(value, tuple):
+        return comma.join(_text(x, comma) for x in value)
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class Graded(Routed):
     Args:
         mu: weight μ of the load-balancing loss
         warmup: share of the training over which the weights rise from 0
-        layers: a factor on the weights for each layer; none for 1 everywhere
+        layers: a factor on the weights for each layer, none for 1 everywhere; a loss between layers has but one weight
     """
 
     name: ClassVar[str] = "graded"
