@@ -122,7 +122,7 @@ def test_an_interrupted_save_leaves_no_header(saved, monkeypatch):
 
 
 def test_no_folder(tmp_path):
-    assert "holds no route table: header.json cannot be read (No such file" in refusal(tmp_path / "nowhere")
+    assert refusal(tmp_path / "nowhere").endswith("nowhere is no folder: expected a run's, or one with a route table.")
 
 
 def test_no_header(saved):

@@ -91,6 +91,8 @@ def _read_header(folder: Path) -> dict[str, Any]:
     try:
         header = json.loads((folder / "header.json").read_text())
     except OSError as e:
+        if not folder.is_dir():
+            raise DataError(f"{folder} is no folder: expected a run's, or one with a route table.") from e
         raise DataError(f"{folder} holds no route table: header.json cannot be read ({e.strerror}).") from e
     except ValueError as e:
         raise DataError(f"{folder / 'header.json'} is damaged: {e}.") from e

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import SUPPRESS, ArgumentError
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from stickymoe.errors import ConfigError, unknown
 from stickymoe.runs.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runs.presets import preset as preset_settings
-from stickymoe.variants import variant_class
+from stickymoe.variants import variant_class, variant_names
 
 _HELP = "See stickymoe train --help."
 _SECTIONS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
@@ -128,13 +129,14 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _one_line(message: str, parser: ArgumentParser, source: str) -> str:
     """Say in our own words what the parser objected to."""
     text = " ".join(message.split())
-    known = [a.option_strings[-1] for a in parser._actions if a.option_strings and "." in a.option_strings[-1]]
+    known = [a.option_strings[-1] for a in parser._actions if a.option_strings and a.help != SUPPRESS]
+    known = [option for option in known if "." in option]
     if m := re.search(r"unrecognized arguments: (\S+)", text):
-        return unknown("setting", m[1].partition("=")[0], known, or_else=_HELP)
+        return _no_such_setting(m[1].partition("=")[0], known, parser)
     if m := re.search(r"Group '(\w+)' does not accept (?:option|nested key) '(\S+?)'", text):
-        return unknown("setting", f"{m[1]}.{m[2]}", [k.removeprefix("--") for k in known], or_else=_HELP) + source
+        return _no_such_setting(f"{m[1]}.{m[2]}", [k.removeprefix("--") for k in known], parser) + source
     if m := re.search(r"""(?:[Kk]ey|[Oo]ption) ["'](\S+?)["'] is not (?:expected|accepted)""", text):
-        return unknown("setting", m[1], [k.removeprefix("--") for k in known], or_else=_HELP) + source
+        return _no_such_setting(m[1], [k.removeprefix("--") for k in known], parser) + source
     if m := re.search(r'Parser key "([^"]+)":', text):
         if m[1] in (*_SECTIONS, "variant"):
             return f"--{m[1]} takes a YAML file of its settings; a single one is set with --{m[1]}.NAME VALUE."
@@ -143,11 +145,24 @@ def _one_line(message: str, parser: ArgumentParser, source: str) -> str:
     return text + source
 
 
+def _no_such_setting(name: str, known: list[str], parser: ArgumentParser) -> str:
+    """Near settings, or for one of other variants those that have it."""
+    chosen = parser.get_default("variant.name")
+    hyper = name.removeprefix("--").removeprefix("variant.")
+    owners = [n for n in variant_names() if any(f.name == hyper for f in fields(variant_class(n)))]
+    if "variant." in name and owners:
+        has = "has" if len(owners) == 1 else "have"
+        return f"Unknown setting '{name}' of {chosen}; {', '.join(owners)} {has} it."
+    return unknown("setting", name, known, or_else=_HELP)
+
+
 def _expected(parser: ArgumentParser, key: str) -> str:
     """The type of a setting in a reader's words."""
     for action in parser._actions:
         if action.dest == key:
             name = str(getattr(action, "_typehint", None) or getattr(action, "type", None) or "another value")
+            if name.startswith("tuple"):
+                return "a list such as [2,3]"
             if choices := re.findall(r"'([^']+)'", name.removeprefix("<class ").removesuffix(">")):
                 return " or ".join(choices)
             return name
