@@ -15,6 +15,7 @@ from stickymoe.experiments.grids import configs, load_grid
 from stickymoe.experiments.report import report
 from stickymoe.locality.devices import parse_device
 from stickymoe.runs.presets import PRESETS
+from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runs.record import RunRecord
 from stickymoe.runs.settings import config_from
 
@@ -81,19 +82,31 @@ def test_the_page_of_the_frontier_follows_from_the_committed_records(tmp_path):
     assert drawn == {p.name for p in (ROOT / "docs" / "frontier").iterdir()}
 
 
-def test_every_published_row_past_the_paper_is_in_a_grid():
-    def told(config):
-        return config.variant.key, config.model
-
-    grids = [*sorted((ROOT / "results" / "frontier").glob("*.yaml")), "sharing"]
-    rows = [
-        told(run)
-        for grid in grids
-        for run in configs(load_grid(str(grid)), seeds=[42], flags=["--data.path", "x"], source="")
-    ]
+def published():
+    """Of every published run past the paper its steps, variant and model."""
     records = sorted((ROOT / "results" / "frontier").rglob("record.json"))
-    assert records
-    assert {told(config_from(RunRecord.read(file).config)) for file in records} == set(rows)
+    return {told(config_from(RunRecord.read(file).config)) for file in records}
+
+
+def told(config):
+    return config.train.steps, config.variant.key, config.model
+
+
+def rows_of(grid):
+    return {told(run) for run in configs(load_grid(str(grid)), seeds=[42], flags=["--data.path", "x"], source="")}
+
+
+def test_every_published_row_past_the_paper_is_in_a_grid():
+    grids = [*sorted((ROOT / "results" / "frontier").glob("*.yaml")), "sharing"]
+    rows = set().union(*map(rows_of, grids))
+    assert rows <= published()
+    assert published() <= rows | rows_of("frontier")
+
+
+def test_what_is_recommended_is_published():
+    recommended = config_from({"preset": "cpu-small", "variant": RECOMMENDED, "data": {"path": "x"}})
+    assert told(recommended) in published()
+    assert f"trains `{recommended.variant.label}`" in (ROOT / "docs" / "frontier.md").read_text()
 
 
 def test_the_published_results_follow_from_the_committed_records(tmp_path, monkeypatch):
