@@ -14,8 +14,7 @@ from stickymoe.cli import COMMANDS, main
 from stickymoe.experiments.grids import configs, load_grid
 from stickymoe.experiments.report import report
 from stickymoe.locality.devices import parse_device
-from stickymoe.runs.presets import PRESETS
-from stickymoe.runs.presets import RECOMMENDED
+from stickymoe.runs.presets import PRESETS, RECOMMENDED
 from stickymoe.runs.record import RunRecord
 from stickymoe.runs.settings import config_from
 
