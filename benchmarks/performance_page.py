@@ -174,7 +174,7 @@ own forward over a decoded token (target 1 %), by `python benchmarks/routers.py`
 of its own time. Over the target, in training: {told["training"]}; in decoding: {told["decoding"]}. Where the target is
 within ± it cannot be told from it: vanilla's router itself, timed three times, is up to {noise:.2%} off its mean in
 decoding. A token of this small model is decoded in {token * 1e3:.1f} ms; with larger models
-the share of the router falls.
+the share of the router falls. `recommended` is what `stickymoe train --recommended` trains.
 
 {table(headings, rows)}"""
 
