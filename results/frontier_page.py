@@ -15,6 +15,7 @@ import vl_convert
 from stickymoe.experiments import figures, frontier, tables
 from stickymoe.experiments.collection import Collection, Group, Row, collect, common_seeds, kept_gain
 from stickymoe.experiments.frontier import EVEN, FEWER, KEPT, Point
+from stickymoe.experiments.grids import configs, load_grid
 from stickymoe.experiments.tables import ALL_SLOTS, Table
 from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runs.settings import config_from
@@ -142,11 +143,31 @@ def _screened(group: Group | None) -> str:
     if group is None or dense is None or group.baseline is None or (gain := group.baseline.change(dense)) is None:
         return ""
     rows = sorted((row for row in group.rows if row.mean("ppl") is not None), key=lambda row: row.mean("ppl") or 0.0)
+    planned = configs(load_grid("frontier"), seeds=[42], flags=["--data.path", "text"], source="")
+    missing = ", ".join(f"`{run.variant.label}`" for run in planned if group.find(run.variant.key) is None)
     return (
         f"Every method at three strengths, {group.config.train.steps} steps, one seed: leads, not results. Vanilla is "
         f"{gain.mean:+.1f} % of perplexity from dense so early, so rows are ordered by perplexity, and no gain is "
-        f"shared out.\n\n{tables.markdown(tables.results(rows, group.baseline))}"
+        f"shared out.{f' Not run yet: {missing}.' if missing else ''}\n\n"
+        f"{tables.markdown(tables.results(rows, group.baseline))}\n{_leads(rows, group.baseline)}"
     )
+
+
+def _leads(rows: list[Row], vanilla: Row, capacity: int = 3) -> str:
+    """Rows by where they are from vanilla, in perplexity and in misses with C slots."""
+    places: dict[str, list[str]] = {
+        "Lower perplexity and fewer misses than vanilla": [],
+        "Lower perplexity, more misses": [],
+        "Fewer misses at a price": [],
+        "Neither": [],
+    }
+    for row in rows:
+        change, fewer = row.change(vanilla), row.fewer_misses(vanilla, f"{ALL_SLOTS}{capacity}")
+        if row is vanilla or change is None or fewer is None:
+            continue
+        place = list(places)[2 * (change.mean >= 0) + (fewer.mean <= 1)]
+        places[place].append(f"`{row.label}` ({change.mean:+.1f} %, {fewer.mean:.2f} ×)")
+    return "".join(f"- {place}, C={capacity}: {', '.join(told)}.\n" for place, told in places.items() if told)
 
 
 def _targets(*groups: tuple[Group | None, int, Group | None]) -> str:
@@ -410,7 +431,8 @@ def _shared(collection: Collection) -> str:
         kind = "universal" if model.universal else f"shared by {model.share_block}" if model.share_block > 1 else "own"
         return f"{kind}, {model.pool_size * model.n_layers // model.layers_per_pool} experts"
 
-    rows = [row for g in groups for row in g.routed if row.variant.name in ("vanilla", "cross_layer")]
+    asked = {row.variant.key for g in groups if g.config.model.layers_per_pool > 1 for row in g.routed}
+    rows = [row for g in groups for row in g.routed if row.variant.key in asked]
     rows = [row for row in rows if row.mean("pool_hit_rate_c2") is not None]
     columns = [("PPL ↓", "ppl", ".2f"), ("SR ↓", "switch_rate", ".3f")]
     columns += [(f"pool of {C}·L ↑", f"pool_hit_rate_c{C}", ".3f") for C in CACHES]
