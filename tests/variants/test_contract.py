@@ -340,7 +340,7 @@ def test_a_new_variant_is_on_the_command_line(drifting, capsys):
     out = capsys.readouterr().out
     assert "drifting" in out
     assert "L = L_CE + μ·L_bal + δ·drift[t]" in out
-    assert "--variant.mu 0.01  --variant.drift 0.25" in out
+    assert "--variant.mu 0.01 (μ)  --variant.drift 0.25 (δ)" in out
     assert main(["train", "--variant", "drifting", "--variant.drift", "0.5", "--print_config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["variant"] == {"name": "drifting", "mu": 0.01, "drift": 0.5}
