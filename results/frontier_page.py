@@ -181,8 +181,13 @@ def _targets(*groups: tuple[Group | None, int, Group | None]) -> str:
         near = frontier.nearest([p for p in found if p.row is not group.baseline], C)
         where = f"N={group.config.model.n_experts}, C={C}{_where(group)}"
         if solved:
-            beside = _beside_fewer(solved[0].row, smaller)
-            lines.append(f"- **{where}: reached** by {'; '.join(_told(p, C) for p in solved)}.{beside}")
+            enough = [p for p in found if C in p.fewer and p.kept.mean >= KEPT and p.fewer[C].mean >= FEWER]
+            uneven = "; ".join(_told(p, C) for p in enough if not p.even)
+            lines.append(
+                f"- **{where}: reached** by {'; '.join(_told(p, C) for p in solved)}."
+                + (f" Not used evenly: {uneven}." if uneven else "")
+                + _beside_fewer(solved[0].row, smaller)
+            )
             continue
         fewest = max(
             (p for p in found if p.even and C in p.fewer and p.row is not group.baseline),
@@ -206,8 +211,8 @@ def _beside_fewer(row: Row, smaller: Group | None) -> str:
     side = "below" if change.mean < 0 else "above"
     seeds = "one seed" if change.n == 1 else f"{change.n} seeds"
     return (
-        f" The best mixture of {smaller.config.model.n_experts}, which loads nothing, is `{best.label}`: the first of "
-        f"these is {abs(change.mean):.1f} % of perplexity {side} it ({seeds})."
+        f" The best mixture of {smaller.config.model.n_experts}, which loads nothing, is `{best.label}`; `{row.label}` "
+        f"is {abs(change.mean):.1f} % of perplexity {side} it ({seeds})."
     )
 
 
