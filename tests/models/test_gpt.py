@@ -252,3 +252,11 @@ def test_padding_in_front_is_refused():
     with pytest.raises(StickyError, match="pad on the right"):
         model(tokens, mask=mask)
     assert model(tokens, mask=mask.flip(1)).logits.shape[:2] == (2, 6)
+
+
+def test_a_mask_of_ones_and_zeros_is_one():
+    model, tokens = lively("vanilla"), random_tokens(0, 2, 6)
+    mask = torch.arange(6) < torch.tensor([[6], [4]])
+    assert torch.equal(model(tokens, mask=mask.long()).trace.mask, mask)
+    with pytest.raises(StickyError, match="padding before real tokens"):
+        model(tokens, mask=mask.flip(1).long())

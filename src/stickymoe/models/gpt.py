@@ -156,6 +156,7 @@ class GPT(nn.Module):
         routing inside documents; `boundary` marks the first tokens of sentences; `done` is the share of training that
         is over. Targets of −100 do not count.
         """
+        mask = None if mask is None else mask.bool()
         _require_whole(tokens, mask, doc, cache)
         position = self._positions(tokens, doc, cache)
         attention_mask = _attention_mask(tokens, doc, cache)
@@ -184,7 +185,7 @@ class GPT(nn.Module):
             if doc is not None:
                 cache.doc = doc if cache.doc is None else torch.cat([cache.doc, doc], dim=1)
 
-        mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+        mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
         trace = _stack(routed, mask, doc, boundary)
         x = self.final_norm(x)
         if targets is None:
@@ -215,7 +216,7 @@ def _require_whole(tokens: Tensor, mask: Tensor | None, doc: Tensor | None, cach
     """Refuse what would be routed and attended to as something else."""
     if tokens.numel() == 0:
         raise ConfigError(f"tokens: got {list(tokens.shape)}, expected at least one sequence of one token.")
-    if mask is not None and bool((mask[:, 1:].bool() & ~mask[:, :-1].bool()).any()):
+    if mask is not None and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise ConfigError("mask: got padding before real tokens, which would be attended to; pad on the right.")
     if cache is None:
         return
