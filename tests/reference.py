@@ -422,19 +422,34 @@ def segment(logits, k, window, doc=None):
 
 
 def hashed_experts(key, n_experts, k, salt=0):
-    """The k experts whose mixed numbers are the smallest as signed 64-bit integers."""
+    """The k experts whose mixed numbers are the smallest."""
+    return hashed_order(key, n_experts, salt)[:k]
+
+
+def hashed_families(key, capacity, n_experts, k, salt=0):
+    """The first k families among experts in hashed order; among themselves, where all have as many experts."""
+    families = min(capacity, n_experts)
+    drawn = []
+    for i in hashed_order(key, families if n_experts % families == 0 else n_experts, salt):
+        if i % families not in drawn:
+            drawn.append(i % families)
+    return drawn[:k]
+
+
+def hashed_order(key, n, salt):
+    """0 to n−1 by their mixed numbers, which are signed 64-bit integers."""
 
     def signed(x):
         x %= 2**64
         return x - 2**64 if x >= 2**63 else x
 
     def mixed(i):
-        x = key * n_experts + i + salt * 2**40
+        x = key * n + i + salt * 2**40
         x = x * -4658895280553007687 % 2**64
         x = (x ^ x >> 32) * -7723592293110705685 % 2**64
         return signed(x ^ x >> 29)
 
-    return sorted(range(n_experts), key=mixed)[:k]
+    return sorted(range(n), key=mixed)
 
 
 def span_starts(T, window, sentence, boundary, doc=None):

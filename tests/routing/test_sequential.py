@@ -107,11 +107,11 @@ def test_siblings_take_turns_as_in_the_reference(case, room, margin, budget, lay
     g, S, state = Siblings(capacity=k + room, margin=margin, budget=budget, hashed=layer)(logits, k, x, {})
     assert torch.equal(g, logits.softmax(-1))
     rest = {0.1: 10, 0.25: 4, 0.4: 3, 1.0: 1}[budget]
-    families = min(k + room, logits.shape[-1])
+    N = logits.shape[-1]
     for b in range(len(logits)):
         drawn = None
         if layer is not None:
-            drawn = [reference.hashed_experts(token, families, k, layer) for token in x.tokens[b].tolist()]
+            drawn = [reference.hashed_families(token, k + room, N, k, layer) for token in x.tokens[b].tolist()]
         expected, residents = reference.siblings(logits[b].tolist(), k, k + room, margin, rest, doc_of(x, b), drawn)
         assert S[b].tolist() == expected
         assert set(np.flatnonzero(state["resident"][b])) == residents[-1]
@@ -329,6 +329,24 @@ def test_a_hash_is_fair_and_differs_between_layers():
         torch.testing.assert_close(shares, torch.full((4,), 0.25), rtol=0, atol=0.01)
     same = (layers[0] == layers[1]).all(-1).float().mean()
     assert same.item() == pytest.approx(1 / 6, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("n_experts", "capacity", "expected"),
+    # Of sizes 2, 1, 1 the first is drawn at once (1/2) or after another (2/3 of the rest), and so on.
+    [
+        (4, 3, [5 / 6, 7 / 12, 7 / 12]),
+        (5, 4, [7 / 10, 13 / 30, 13 / 30, 13 / 30]),
+        (6, 3, [2 / 3] * 3),
+        (3, 5, [2 / 3] * 3),
+    ],
+)
+def test_a_hash_draws_larger_families_more_often(n_experts, capacity, expected):
+    n = 40_000
+    x = replace(router_input(np.random.default_rng(0), 1, n), tokens=np.arange(n)[None])
+    _, S, _ = Siblings(capacity=capacity, margin=0.0, hashed=1)(torch.zeros(1, n, n_experts), 2, x, {})
+    drawn = (S[0] % capacity).flatten().bincount(minlength=len(expected)) / n
+    torch.testing.assert_close(drawn, torch.tensor(expected), rtol=0, atol=0.01)
 
 
 # Pieces and documents, alone and combined

@@ -232,6 +232,13 @@ class TestRunId:
         soft = replace(self.base, variant=variant_class("soft")(lam=0.0))
         assert self.id(soft) != self.id(self.base)
 
+    def test_is_another_where_slots_by_hash_came_to_follow_the_size_of_families(self) -> None:
+        """Ids from before: families of one size keep theirs, since they keep their numbers."""
+        before = {2: "86446f579602f61c", 3: "68ac924aa7875ef5", 4: "b17a08376d1528be", 5: "f2d58c0179da501a"}
+        siblings = variant_class("siblings")
+        now = {slots: self.id(replace(self.base, variant=siblings(capacity=slots, hashed=True))) for slots in before}
+        assert [slots for slots in before if now[slots] != before[slots]] == [3]
+
     @given(run_settings())
     def test_survives_the_disk(self, settings: dict[str, Any]) -> None:
         config = RunConfig.from_dict(settings)

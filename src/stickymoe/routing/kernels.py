@@ -77,18 +77,22 @@ def _heaviest(g: Any, among: Any, left: Any, S: Any) -> None:
 
 
 @njit(cache=True)
-def _draw(key: int, salt: int, order: Any, k: int, chosen: Any) -> None:
-    """Mark the k that are drawn for a key, each as likely as any other and always the same; `order` is scratch."""
-    N = len(order)
-    for i in range(N):
-        x = np.int64(key) * N + i + (np.int64(salt) << 40)
+def _draw(key: int, salt: int, lots: int, best: Any, k: int, chosen: Any) -> None:
+    """Mark the k that are drawn for a key, always the same; `best` is scratch.
+
+    They hold `lots` in turn: who has twice as many is twice as likely to be the first, and so on among the rest.
+    """
+    best[:] = np.iinfo(np.int64).min
+    for i in range(lots):
+        x = np.int64(key) * lots + i + (np.int64(salt) << 40)
         # Odd factors and shifts that can be undone: different ones stay different.
         x = x * np.int64(-4658895280553007687)
         x ^= (x >> 32) & ((np.int64(1) << 32) - 1)
         x = x * np.int64(-7723592293110705685)
         x ^= (x >> 29) & ((np.int64(1) << 35) - 1)
-        order[i] = ~x  # turned round: the k smallest are chosen
-    _choose(order, k, chosen)
+        holder = i % len(best)
+        best[holder] = max(best[holder], ~x)  # turned round: the k smallest are chosen
+    _choose(best, k, chosen)
 
 
 @njit(cache=True)
@@ -256,13 +260,14 @@ def siblings(
 
     That is 0 for who is not, else the tokens since it moved in, from 1 to `rest`: so long is it from one load to the
     next. An expert's share is what it has of the gate weight of its family. With `keys` [B, T] the k families of a
-    token are those of its key.
+    token are those of its key, where a larger family has more lots.
     """
     B, T, N = g.shape
     left, here = np.empty(N, np.bool_), np.empty(N, np.bool_)
     whole, share = np.empty(capacity, g.dtype), np.empty(N, g.dtype)
     families = min(capacity, N)
-    order, drawn = np.empty(families, np.int64), np.empty(families, np.bool_)
+    best_lot, drawn = np.empty(families, np.int64), np.empty(families, np.bool_)
+    lots = families if N % families == 0 else N
     for b in range(B):
         tokens = resident[b]
         for t in range(T):
@@ -299,7 +304,7 @@ def siblings(
                 here[entering], here[leaving] = True, False
                 tokens[entering], tokens[leaving] = 1, 0
             if keys.size > 0:
-                _draw(keys[b, t], salt, order, S.shape[2], drawn)
+                _draw(keys[b, t], salt, lots, best_lot, S.shape[2], drawn)
                 for i in range(N):
                     here[i] = here[i] and drawn[i % capacity]
             _heaviest(g[b, t], here, left, S[b, t])
@@ -378,10 +383,10 @@ def carried(values: Any, position: Any, borders: Any, window: int, last: Any, ou
 def hashed(keys: Any, g: Any, salt: int, S: Any) -> None:
     """For every key k different experts, each as likely as any other and always the same, heaviest first."""
     B, T, N = g.shape
-    order, chosen, left = np.empty(N, np.int64), np.empty(N, np.bool_), np.empty(N, np.bool_)
+    best_lot, chosen, left = np.empty(N, np.int64), np.empty(N, np.bool_), np.empty(N, np.bool_)
     for b in range(B):
         for t in range(T):
-            _draw(keys[b, t], salt, order, S.shape[2], chosen)
+            _draw(keys[b, t], salt, N, best_lot, S.shape[2], chosen)
             _heaviest(g[b, t], chosen, left, S[b, t])
 
 

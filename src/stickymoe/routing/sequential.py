@@ -268,7 +268,8 @@ class Siblings(Scanned):
     the start of a document the heaviest of each family is resident. g = softmax(ℓ).
 
     With a layer to hash for, the k families of a token are those of hash(token, layer), as in `Hashed`, and the gate
-    only weighs them.
+    only weighs them. Where families differ in size, a larger one is drawn more often: by its size for the first of the
+    k, and again for each next among those that are left.
     """
 
     capacity: int
