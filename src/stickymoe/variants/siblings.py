@@ -36,7 +36,7 @@ class SiblingsVariant(Routed):
         budget: loads B per token and layer, at most: from one to the next it is 1/B tokens
         kin: share of a sibling's gradient that goes to all of its family alike; 0 for strangers
         token: whether another gate of the families reads the token itself, beside the average
-        hashed: whether the slots of a token come from a hash of it, by family size, and the gate of families only weighs them
+        hashed: whether the slots of a token come from a hash of it, by family size, and the gate only weighs them
     """
 
     name: ClassVar[str] = "siblings"
