@@ -46,9 +46,9 @@ def page(collection: Collection, drawn: Path) -> str:
     factbook = find(experts=4, corpus="factbook")
     three = find(steps=1000, experts=3, corpus="wikitext-2")
     sections = {
-        "The frontier": _compared(whole, drawn, "small", CACHES) + _on_the_papers_axes(whole, drawn),
-        "The recommendation": _recommended(whole),
         "Against the targets": _targets((whole, 3, three), (sixteen, 4, whole), (longer, 3, None), (factbook, 3, None)),
+        "The recommendation": _recommended(whole),
+        "The frontier": _compared(whole, drawn, "small", CACHES) + _on_the_papers_axes(whole, drawn),
         "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
         "Or simply fewer experts?": _fits(whole, three, 3) + _fits(sixteen, whole, 4),
         "Is every row of the paper beaten?": _beaten(whole),
@@ -466,15 +466,22 @@ def _signs(collection: Collection) -> str:
     """What the signs in the rows' names stand for, from the variants themselves."""
     there = {name for group in collection.groups for row in group.rows for name in row.variant.name.split("+")}
     lines = [
-        "Each is a setting of its variant, as `--variant.budget` of `siblings`; μ (`mu`) weighs the balance loss.\n"
+        "Each is a setting of its variant, as `--variant.budget` of `siblings`; what a name does not say is as given "
+        "here. μ (`mu`) weighs the balance loss.\n"
     ]
     for name in filter(there.__contains__, variant_names()):
         words = dict(re.findall(r"^ +(\w+): (.+)$", variant_class(name).__doc__ or "", re.M))
         own = [f for f in fields(variant_class(name)) if f.name != "mu"]
-        told = " · ".join(f"{f.metadata.get('symbol', f.name)} (`{f.name}`) {words[f.name]}" for f in own)
+        told = " · ".join(
+            f"{f.metadata.get('symbol', f.name)} (`{f.name}`, {_default(f.default)}) {words[f.name]}" for f in own
+        )
         if told:
             lines.append(f"- `{name}`: {told}.")
     return "\n".join(lines) + "\n"
+
+
+def _default(value: object) -> str:
+    return "off" if value is False else "all alike" if value == () else str(value)
 
 
 if __name__ == "__main__":

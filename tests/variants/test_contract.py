@@ -180,8 +180,11 @@ def test_label_and_key_tell_every_departure_from_the_default(name, field):
 
 
 @every_main
-def test_label_always_tells_the_main_hyper_parameters(name, field):
-    assert f"{field.metadata['symbol']}={field.default:g}" in variant_class(name)().label.split()
+def test_labels_and_keys_tell_the_main_hyper_parameters(name, field):
+    variant = variant_class(name)()
+    in_label = f"{field.metadata['symbol']}={field.default:g}" in variant.label.split()
+    assert in_label != field.metadata["minor"]
+    assert f"{field.name}{field.default:g}" in variant.key.split("-")
 
 
 def test_labels_are_distinct():

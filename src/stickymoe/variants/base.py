@@ -69,9 +69,12 @@ class Phase:
     lr: float | None = None
 
 
-def hyper(default: Any, symbol: str, *, always: bool = True) -> Any:
-    """A hyper-parameter with its symbol, the paper's if it has one, in labels: always, or if it is not the default."""
-    return dataclasses.field(default=default, metadata={"symbol": symbol, "always": always})
+def hyper(default: Any, symbol: str, *, always: bool = True, minor: bool = False) -> Any:
+    """A hyper-parameter with its symbol, the paper's if it has one: shown always, or if it is not the default.
+
+    A `minor` one is always in file names, and in labels if it is not the default.
+    """
+    return dataclasses.field(default=default, metadata={"symbol": symbol, "always": always, "minor": minor})
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,8 @@ class Variant:
         """`soft λ=0.1`: the name and the hyper-parameters under the paper's symbols; a switch shows when it is on."""
         parts = [self.name]
         for f, value in self.shown():
+            if f.metadata.get("minor") and value == f.default:
+                continue
             symbol = f.metadata.get("symbol", f.name)
             parts.append(symbol if isinstance(value, bool) else f"{symbol}={_text(value, ',')}")
         return " ".join(parts)

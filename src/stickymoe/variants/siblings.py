@@ -47,11 +47,11 @@ class SiblingsVariant(Routed):
     )
 
     capacity: int = hyper(3, "C")
-    fast: float = hyper(0.5, "d")
-    slow: float = hyper(0.9, "s")
-    rho: float = hyper(0.02, "ρ")
+    fast: float = hyper(0.5, "d", minor=True)
+    slow: float = hyper(0.9, "s", minor=True)
+    rho: float = hyper(0.02, "ρ", minor=True)
     budget: float = hyper(0.03, "B")
-    kin: float = hyper(0.9, "κ")
+    kin: float = hyper(0.9, "κ", minor=True)
     token: bool = hyper(False, "token", always=False)
     hashed: bool = hyper(False, "hashed", always=False)
 
