@@ -13,7 +13,7 @@ from pathlib import Path
 import vl_convert
 
 from stickymoe.experiments import figures, frontier, tables
-from stickymoe.experiments.collection import Collection, Group, Row, collect, common_seeds, kept_gain
+from stickymoe.experiments.collection import Collection, Group, Row, collect, common_seeds
 from stickymoe.experiments.frontier import EVEN, FEWER, KEPT, Point
 from stickymoe.experiments.grids import configs, load_grid
 from stickymoe.experiments.tables import ALL_SLOTS, Table
@@ -48,11 +48,11 @@ def page(collection: Collection, drawn: Path) -> str:
     sections = {
         "Against the targets": _targets((whole, 3, three), (sixteen, 4, whole), (longer, 3, None), (factbook, 3, None)),
         "The recommendation": _recommended(whole),
-        "The frontier": _compared(whole, drawn, "small", CACHES) + _on_the_papers_axes(whole, drawn),
+        "The frontier": _compared(whole, drawn, "small", CACHES, three) + _on_the_papers_axes(whole, drawn),
         "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
         "Or simply fewer experts?": _fits(whole, three, 3) + _fits(sixteen, whole, 4),
         "Is every row of the paper beaten?": _beaten(whole),
-        "Sixteen experts, a cache of four": _compared(sixteen, drawn, "sixteen", (4,)),
+        "Sixteen experts, a cache of four": _compared(sixteen, drawn, "sixteen", (4,), whole),
         "A longer schedule": _compared(longer, drawn, "longer", CACHES),
         "Another corpus": _compared(factbook, drawn, "factbook", CACHES),
         "The screening": _screened(screen),
@@ -89,14 +89,18 @@ def _is(group: Group, **wanted: object) -> bool:
     return whole and all(facts[key] == value for key, value in wanted.items())
 
 
-def _compared(group: Group | None, drawn: Path, name: str, caches: tuple[int, ...]) -> str:
-    """A group's table of gain and misses, and a figure for each cache."""
+def _compared(
+    group: Group | None, drawn: Path, name: str, caches: tuple[int, ...], smaller: Group | None = None
+) -> str:
+    """A group's table of gain and misses, and a figure for each cache, beside a mixture that fits one of them."""
     table = None if group is None else frontier.kept_table(group)
     if group is None or table is None:
         return ""
     out = [f"{group.title}. {frontier.EXPLAINED}\n", tables.markdown(table)]
     for C in caches:
-        out.append(_drawn(figures.kept_gain(group, C), drawn / f"{name}-c{C}.svg", f"Gain kept against misses, C={C}"))
+        fits = smaller if smaller is not None and smaller.config.model.n_experts == C else None
+        chart = figures.kept_gain(group, C, smaller=fits)
+        out.append(_drawn(chart, drawn / f"{name}-c{C}.svg", f"Gain kept against misses, C={C}"))
     return "\n".join(filter(None, out)) + _noise(group)
 
 
@@ -327,27 +331,22 @@ def _lessons(*groups: tuple[Group | None, int]) -> str:
 
 def _fits(group: Group | None, smaller: Group | None, capacity: int) -> str:
     """Mixtures of no more experts than the cache holds, by the gain of the larger one that they keep."""
-    if group is None or smaller is None or group.baseline is None or (dense := group.find("dense")) is None:
+    if group is None or smaller is None or not (rows := frontier.fitting(group, smaller)):
         return ""
-    lines = []
-    for row in smaller.routed:
-        kept = kept_gain(row, baseline=group.baseline, dense=dense)
-        seeds = common_seeds(row, group.baseline, dense)
-        ppl, hit = row.metric("ppl", seeds), row.metric(f"{ALL_SLOTS}{capacity}", seeds)
-        if kept is not None:
-            misses = "first tokens only" if hit is None else f"{1 - hit.mean:.3f}"
-            lines.append((row, kept, tables.number(ppl, ".2f"), misses))
     few, many = smaller.config.model.n_experts, group.config.model.n_experts
     words = (
         f"A device that holds {capacity} experts a layer can have a mixture of {few}, which loads nothing after its "
         f"first tokens. That is what a router over {many} must beat with so strict a cache:\n\n"
     )
-    cells = tuple(
-        (f"{row.label}, N={few}", str(kept.n), ppl, f"{100 * kept.mean:.0f}", misses)
-        for row, kept, ppl, misses in sorted(lines, key=lambda line: -line[1].mean)[:6]
-    )
+    cells = []
+    for row, kept in rows[:6]:
+        seeds = common_seeds(row, group.baseline, group.find("dense"))
+        hit = row.metric(f"{ALL_SLOTS}{capacity}", seeds)
+        misses = "first tokens only" if hit is None else f"{1 - hit.mean:.3f}"
+        ppl = tables.number(row.metric("ppl", seeds), ".2f")
+        cells.append((f"{row.label}, N={few}", str(kept.n), ppl, f"{100 * kept.mean:.0f}", misses))
     heads = ("variant", "common seeds", "PPL ↓", f"gain of N={many} kept % ↑", f"misses C={capacity} ↓")
-    return words + tables.markdown(Table("fits", "", heads, cells)) + "\n"
+    return words + tables.markdown(Table("fits", "", heads, tuple(cells))) + "\n"
 
 
 def _beaten(group: Group | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from experiments.records import a_run
-from stickymoe.experiments import frontier
+from stickymoe.experiments import figures, frontier
 from stickymoe.experiments.collection import Value, grouped
 
 
@@ -72,6 +72,34 @@ def test_which_of_ours_beats_the_papers_rows():
     nearest = frontier.nearest(frontier.points(group), 3)
     assert nearest is not None
     assert nearest.row.variant.name == "residency"
+
+
+def test_a_mixture_that_the_cache_holds_is_a_line_at_what_its_best_row_keeps():
+    (group,) = grouped(runs())
+    few = {"model": {"n_experts": 3}}
+    mixtures = [a_run("vanilla", settings=few, ppl=104.0), a_run("hash", settings=few, ppl=102.0)]
+    (smaller,) = grouped([*mixtures, a_run("smooth", settings=few, seed=43, ppl=90.0)])
+    kept = {row.variant.name: share.mean for row, share in frontier.fitting(group, smaller)}
+    assert kept == pytest.approx({"hash": 0.8, "vanilla": 0.6}), "over common seeds"
+    assert list(kept) == ["hash", "vanilla"]
+
+    def named(**more):
+        drawn = figures.kept_gain(group, 3, **more).to_dict()
+        return [value["name"] for data in drawn["datasets"].values() for value in data if "name" in value]
+
+    assert named(smaller=smaller) == ["hash, N=3: never loads"]
+    assert named() == []
+    (no_dense,) = grouped(run for run in runs() if run.config.variant.name != "dense")
+    assert frontier.fitting(no_dense, smaller) == []
+
+
+def test_the_legend_names_only_what_is_drawn():
+    ours = [run for run in runs() if run.config.variant.name in ("vanilla", "dense", "residency")]
+    for shown, names in ((runs(), ["past the paper", "the paper", "vanilla"]), (ours, ["past the paper", "vanilla"])):
+        (group,) = grouped(shown)
+        drawn = figures.kept_gain(group, 3).to_dict()
+        scales = [layer["encoding"]["color"]["scale"] for layer in drawn["layer"] if "color" in layer["encoding"]]
+        assert [scale["domain"] for scale in scales] == [names]
 
 
 def test_the_interval_is_students():

@@ -9,7 +9,7 @@ from typing import Any
 import altair as alt
 
 from stickymoe.experiments.collection import Group, Row
-from stickymoe.experiments.frontier import FEWER, KEPT, best, of_the_paper, points
+from stickymoe.experiments.frontier import FEWER, KEPT, best, fitting, of_the_paper, points
 from stickymoe.experiments.ribbon import PALETTE
 from stickymoe.experiments.tables import ALL_SLOTS, capacities
 
@@ -113,8 +113,11 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
     return alt.layer(*layers).properties(width=460, height=340)
 
 
-def kept_gain(group: Group, capacity: int) -> Chart | None:
-    """Share of the mixture's gain that is kept against all-slots misses, and the corner one would like to be in."""
+def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> Chart | None:
+    """Share of the mixture's gain that is kept against all-slots misses, and the corner one would like to be in.
+
+    A `smaller` mixture, which the cache holds whole, is a line: what its best row keeps without a load.
+    """
     found = [point for point in points(group) if capacity in point.misses]
     baseline = next((p for p in found if p.row is group.baseline), None)
     if baseline is None or len(found) < 2:
@@ -139,9 +142,18 @@ def kept_gain(group: Group, capacity: int) -> Chart | None:
     title = f"misses per access, all slots, C={capacity} (log, lower is better)"
     at_x = alt.X("misses:Q", title=title, scale=alt.Scale(type="log", domain=[low, vanilla * 1.25], nice=False))
     at_y = alt.Y("kept:Q", title="gain over dense kept, %", scale=alt.Scale(domain=[floor, top], clamp=True))
-    whose = ["past the paper", "the paper", "vanilla"]
-    colour = alt.Scale(domain=whose, range=[PALETTE[0], PALETTE[1], _INK])
-    shape = alt.Scale(domain=whose, range=["circle", "square", "diamond"])
+    marks = {
+        "past the paper": (PALETTE[0], "circle"),
+        "the paper": (PALETTE[1], "square"),
+        "vanilla": (_INK, "diamond"),
+    }
+    whose = [name for name in marks if any(p["of"] == name for p in shown)]
+    colour = alt.Scale(domain=whose, range=[marks[name][0] for name in whose])
+    shape = alt.Scale(domain=whose, range=[marks[name][1] for name in whose])
+    held = fitting(group, smaller)[:1] if smaller is not None else []
+    levels = [
+        {"kept": _round(100 * kept.mean), "name": f"{row.label}, N={capacity}: never loads"} for row, kept in held
+    ]
     base = alt.Chart(_values(shown)).encode(x=at_x, y=at_y)
     return alt.layer(
         alt.Chart(_values(corner))
@@ -156,6 +168,7 @@ def kept_gain(group: Group, capacity: int) -> Chart | None:
         base.transform_filter("datum.best")
         .mark_text(align="left", dx=7, dy=-5, fontSize=10, color=_INK)
         .encode(text="label:N"),
+        *_levels(levels, "kept", alt.Tooltip("kept:Q", title="gain kept, %")),
     ).properties(width=560, height=340)
 
 
@@ -170,10 +183,15 @@ def _controls(group: Group) -> list[Chart]:
         for row in group.complete
         if row.variant.name == name and (ppl := row.mean("ppl")) is not None
     ]
+    return _levels(points, "ppl", alt.Tooltip("ppl:Q", title="PPL"))
+
+
+def _levels(points: Points, field: str, tooltip: alt.Tooltip) -> list[Chart]:
+    """Lines across a chart, each with its `name` on it; none for no points."""
     if not points:
         return []
-    base = alt.Chart(_values(points)).encode(y="ppl:Q")
-    rule = base.mark_rule(color=_INK, strokeDash=[2, 3]).encode(tooltip=["name:N", alt.Tooltip("ppl:Q", title="PPL")])
+    base = alt.Chart(_values(points)).encode(y=f"{field}:Q")
+    rule = base.mark_rule(color=_INK, strokeDash=[2, 3]).encode(tooltip=["name:N", tooltip])
     name = base.mark_text(align="left", dx=4, dy=-5, fontSize=10, color=_INK).encode(x=alt.value(0), text="name:N")
     return [rule, name]
 

@@ -125,6 +125,15 @@ def points(group: Group) -> list[Point]:
     return sorted(found, key=lambda point: -point.kept.mean)
 
 
+def fitting(group: Group, smaller: Group) -> list[tuple[Row, Value]]:
+    """Rows of a mixture of fewer experts, and the share of the larger one's gain that each keeps, the most first."""
+    baseline, dense = group.baseline, group.find("dense")
+    if baseline is None or dense is None:
+        return []
+    kept = [(row, share) for row in smaller.routed if (share := kept_gain(row, baseline=baseline, dense=dense))]
+    return sorted(kept, key=lambda pair: -pair[1].mean)
+
+
 def best(found: Sequence[Point], capacity: int) -> list[Point]:
     """The points that no other beats, the fewest misses first."""
     left = [point for point in found if capacity in point.misses]
