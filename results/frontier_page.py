@@ -47,7 +47,7 @@ def page(collection: Collection, drawn: Path) -> str:
     three = find(steps=1000, experts=3, corpus="wikitext-2")
     sections = {
         "Against the targets": _targets((whole, 3, three), (sixteen, 4, whole), (longer, 3, None), (factbook, 3, None)),
-        "The recommendation": _recommended(whole),
+        "The recommendation": _recommended(whole, sixteen),
         "The frontier": _compared(whole, drawn, "small", CACHES, three) + _on_the_papers_axes(whole, drawn),
         "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
         "Or simply fewer experts?": _fits(whole, three, 3) + _fits(sixteen, whole, 4),
@@ -250,10 +250,10 @@ LESSONS = (
     ),
     (
         ("residency+smooth",),
-        "The two do not add up. Where experts come and go, each has to stand in for the others, and what smoothing won "
-        "is gone. Pinning all but one slot keeps the roles apart and wins a part of it back. There the balance loss "
-        "works against the mixture: it asks experts that share a slot to be used as much as pinned ones; with a tenth "
-        "of it perplexity is lower, and use less even.",
+        "Smoothing and residency together are no better than residency alone. Where experts come and go, each has to "
+        "stand in for the others, and what smoothing won is gone. Pinning all but one slot keeps the roles apart and "
+        "wins a part of it back. There the balance loss works against the mixture: it asks experts that share a slot "
+        "to be used as much as pinned ones; with a tenth of it perplexity is lower, and use less even.",
     ),
     (
         ("cache_loss+residency",),
@@ -263,14 +263,13 @@ LESSONS = (
     (
         ("siblings",),
         "Experts take turns in a slot: one gate chooses slots token by token, a slower one who is in them, within a "
-        "budget of loads. Roles stay apart, since a slot keeps its role whoever is in it. What it takes is kinship: "
-        "siblings that learn alone learn the same things several times over, each from a part of the text, so most of "
-        "every gradient goes to the whole family. With learned slots, two siblings in one of three are level with a "
-        "mixture of three or slightly better, and four in each of four are no better than a mixture of four; both of "
-        "those load nothing. With `token` the gate of the slots reads the token beside the average, which helps it as "
-        "it helps two_speed. With `hashed` a hash of the token says which slots it uses, and the gate only weighs "
-        "them: slots are apart from the first step on, the slow gate has nothing to learn but who is in them, and what "
-        "siblings can tell apart by context now shows.",
+        "budget of loads. Roles stay apart, since a slot keeps its role whoever is in it. Each sibling sees only a "
+        "part of the text, so alone each would learn the same things again; therefore most of every gradient goes to "
+        "the whole family. Without the hash, N=4 in three slots is level with a mixture of three, and N=16 in four "
+        "slots is no better than a mixture of four, and those load nothing. With `token` the gate of the slots reads "
+        "the token beside the average, which helps it as it helps two_speed. With `hashed` a hash of the token says "
+        "which slots it uses, and the gate only weighs them: slots are apart from the first step on, the slow gate "
+        "has nothing to learn but who is in them, and what siblings can tell apart by context now shows.",
     ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
     (
@@ -282,17 +281,17 @@ LESSONS = (
     (("hysteresis", "hysteresis+smooth"), "A bonus for the experts of the previous token."),
     (
         ("hash",),
-        "A hash of the word, which no training moves, has lower perplexity than every learned gate tried with N=4: its "
-        "experts are apart from the first step on, while learned gates spend much of so short a training on "
-        "telling tokens apart. With three experts it is only level with smoothing. It switches as often as vanilla, so "
-        "like two_speed it is for slots that are all in memory, and that is what siblings make of it.",
+        "A hash of the word, which no training moves, has lower perplexity than every learned gate tried with N=4: "
+        "its experts are apart from the first step on, while learned gates spend much of so short a training on "
+        "telling tokens apart. With three experts it is only level with smoothing. It switches slightly more often "
+        "than vanilla, so like two_speed it is for slots that are all in memory, and that is what siblings make of it.",
     ),
     (("trajectory",), "A bound: experts fixed by a hash of the span."),
 )
 
 
-def _recommended(group: Group | None) -> str:
-    """What `train --recommended` buys and costs, beside vanilla."""
+def _recommended(group: Group | None, *others: Group | None) -> str:
+    """What `train --recommended` is, buys and costs, beside vanilla."""
     key = config_from({"variant": RECOMMENDED}).variant.key
     found = frontier.points(group) if group is not None else []
     point = next((p for p in found if p.row.variant.key == key), None)
@@ -303,15 +302,46 @@ def _recommended(group: Group | None) -> str:
     fewer = " and ".join(f"{point.fewer[C].mean:.2f} × fewer misses with {C} slots a layer" for C in CACHES)
     where = "below" if change.mean < 0 else "above"
     return (
-        f"`stickymoe train --recommended` trains `{point.row.label}`. Its perplexity is {abs(change.mean):.1f} % "
-        f"{where} vanilla's, with {fewer} ({'one seed' if change.n == 1 else f'{change.n} seeds'}). It adds "
-        "two small gates to each layer; decoding remembers an average for each slot and expert, and who is in place. "
-        "Set `--variant.capacity` to the slots of your device and `--variant.budget` to the loads that a token may "
-        "cost: its own slots load at most B/k experts per access, and C/(k·T) for the first tokens of a sequence of T; "
-        "an LRU cache of as many, which is what the tables have, may load more, since it does not know whose slot is "
-        "whose. So the budget is chosen; what is measured is the perplexity that is left with it. What it must be held "
-        "against is the control that loads nothing, a mixture of as many experts as there are slots: see below.\n"
+        f"`stickymoe train --recommended` trains `{point.row.label}`. Each layer has C slots, and expert i can only "
+        "sit in slot i mod C; those that share a slot are siblings, a family. A hash of the token picks its k slots, "
+        "and a gate weighs them. A slow gate decides which sibling sits in each slot, and swaps one at most every 1/B "
+        "tokens; siblings share most of their gradients, since each sees only a part of the text.\n\n**What it "
+        f"buys**: perplexity {abs(change.mean):.1f} % {where} vanilla's, with {fewer} "
+        f"({'one seed' if change.n == 1 else f'{change.n} seeds'}). A layer loads C experts at the start of a "
+        "sequence and then at most one every 1/B tokens, at most B/k + C/(k·T) a request over T tokens. That needs "
+        "a runtime that evicts the sibling; the LRU cache of the tables may load more.\n\n**What it costs**: two "
+        "small gates in each layer; decoding remembers an average for each slot and expert, and who is in place "
+        f"([time](performance.md)). {_beside_hash(point, group)}What it must be held against is a mixture of as many "
+        "experts as there are slots, which loads nothing: see below.\n\n**For your device**: `--variant.capacity` is "
+        "C = (memory − other weights) / (layers · bytes of an expert), and `--variant.budget` at most B = (seconds a "
+        "token may take − compute) / (layers · seconds of a load), both from `stickymoe plan`. Train with the C of "
+        f"the device: with fewer slots little is left of it. Run so far: {_run_so_far((group, *others))}.\n"
     )
+
+
+def _beside_hash(point: Point, group: Group) -> str:
+    """What is left of the hash alone, which is what most of the perplexity comes from."""
+    plain = group.find("hash")
+    change = point.row.change(plain) if plain is not None else None
+    if change is None or change.mean <= 0:
+        return ""
+    return (
+        f"Its low perplexity is that of the hash: `hash`, which saves no loads, is still lower ({change.mean:.1f} % "
+        "less than it), and how long a hash stays ahead of learned gates in a longer training is not known. "
+    )
+
+
+def _run_so_far(groups: tuple[Group | None, ...]) -> str:
+    """The capacities and budgets that the recommended router was trained with."""
+    wanted = config_from({"variant": RECOMMENDED}).variant
+    labels = [
+        f"{row.label.removeprefix(wanted.name + ' ').removesuffix(' token hashed')} of N={g.config.model.n_experts}"
+        for g in groups
+        if g is not None
+        for row in g.routed
+        if row.variant.name == wanted.name and row.label.endswith(" token hashed")
+    ]
+    return ", ".join(dict.fromkeys(labels))
 
 
 def _lessons(*groups: tuple[Group | None, int]) -> str:
@@ -358,8 +388,8 @@ def _beaten(group: Group | None) -> str:
         by = frontier.dominators(found, C)
         n = sum(point is not None for point in by.values())
         lines.append(
-            f"- C={C}: {n} of the {len(by)} rows have one past the paper with lower perplexity and fewer misses: over "
-            "several common seeds by more than half of the 95 % interval, over one by any amount."
+            f"- C={C}: {n} of the {len(by)} rows are beaten in perplexity and in misses by one from outside the paper: "
+            "over several common seeds by more than half of the 95 % interval, over one by any amount."
         )
         for label, point in by.items():
             theirs = next(p for p in found if p.row.label == label)
@@ -371,7 +401,11 @@ def _beaten(group: Group | None) -> str:
         ("the paper's", *(f"beaten at C={C} by (common seeds)" for C in CACHES)),
         tuple((k, *v) for k, v in rows.items()),
     )
-    return "\n".join(lines) + "\n\n" + tables.markdown(table)
+    words = (
+        "These are the paper's methods run here, at a tenth of its steps, where they stick far less than it reports "
+        "([results](results.md)); its own models are not compared.\n\n"
+    )
+    return words + "\n".join(lines) + "\n\n" + tables.markdown(table)
 
 
 def _table(rows: list[Row], columns: list[tuple[str, str, str]], label: Callable[[Row], str]) -> str:
@@ -414,10 +448,12 @@ def _coherence(vanilla: Row | None, rows: list[Row]) -> str:
     for row in rows:
         found = asked(row)
         if row is not vanilla and found is not None:
-            more = "more" if found[1] > plain[1] else "no more"
+            ratio = found[1] / plain[1]
+            knows = "more" if ratio > 1.1 else "less" if ratio < 0.9 else "about as much"
+            seeds = "one seed" if len(row.complete) == 1 else f"{len(row.complete)} seeds"
             lines.append(
-                f"- `{row.label}` stays {found[0] / plain[0]:.2f} × as long as vanilla and knows {more} of the topic: "
-                f"{found[1]:.4f} bits against {plain[1]:.4f}."
+                f"- `{row.label}` stays {found[0] / plain[0]:.2f} × as long as vanilla and knows {knows} of the topic: "
+                f"{found[1]:.4f} bits against {plain[1]:.4f} ({seeds})."
             )
     return "\n" + "\n".join(lines) + "\n" if lines else ""
 
@@ -455,8 +491,10 @@ def _cross_layer(row: Row, plain: Row, pool: str) -> str:
     change, fewer = row.change(plain), row.fewer_misses(plain, "pool_hit_rate_c2")
     if row.variant.name != "cross_layer" or plain.variant.name != "vanilla" or change is None or fewer is None:
         return ""
+    as_many = abs(fewer.mean - 1) < 0.005
     return (
-        f"- {pool}: `{row.label}` has {fewer.mean:.2f} × fewer misses of 2·L, at {change.mean:+.1f} % of perplexity"
+        f"- {pool}: `{row.label}` has {'as many misses' if as_many else f'{fewer.mean:.2f} × fewer misses'} of 2·L, at "
+        f"{change.mean:+.1f} % of perplexity"
         f"{'; the pool holds them all' if (plain.mean('pool_hit_rate_c2') or 0.0) > 0.99 else ''}.\n"
     )
 

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.records import a_run
 from stickymoe.experiments.collection import grouped
-from stickymoe.experiments.findings import findings
+from stickymoe.experiments.findings import findings, summary
 from stickymoe.experiments.paper import paper_rows
 
 
@@ -122,6 +122,16 @@ def test_what_lacks_its_rows_or_numbers_is_not_tested():
     assert nothing["Is co-adaptation the cause?"].verdict == "not tested"
     still = found(replaced(a_run("vanilla", switch_rate=0.0), a_run("remoe", switch_rate=0.0)))
     assert still["3"].verdict == "holds"
+
+
+def test_a_line_sums_up_the_six_observations_by_their_numbers():
+    def told(runs):
+        return summary(list(found(runs).values()))
+
+    assert told(GOOD) == "The paper's six observations: holds: 1, 2, 3, 4, 5, 6."
+    few = [a_run("vanilla"), a_run("remoe", switch_rate=0.1)]
+    assert told(few) == "The paper's six observations: does not hold: 3 · not tested: 1, 2, 4, 5, 6."
+    assert told([a_run("vanilla"), a_run("dense")]) == ""
 
 
 def test_one_low_strength_is_enough_to_test_the_first():

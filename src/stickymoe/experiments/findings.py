@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from stickymoe.experiments.collection import Group, Row, Value, kept_gain
 from stickymoe.experiments.tables import ALL_SLOTS, Number, capacities
@@ -55,7 +55,18 @@ def scope(group: Group) -> str:
     """What the verdicts are about, and how far that is from the paper's own runs."""
     steps, papers = group.config.train.steps, PRESETS["paper-small"]["train"]["steps"]
     shorter = f"; the paper trains for {papers:,}" if steps != papers else ""
-    return f"Of these runs, {steps:,} steps{shorter}. Thresholds are ours, and said."
+    return f"These verdicts are about runs of {steps:,} steps{shorter}. Each names its threshold, which is ours."
+
+
+def summary(found: Sequence[Finding]) -> str:
+    """What became of the paper's observations, by their numbers; empty where none was tested."""
+    claims = {claim for claim, _ in _OBSERVATIONS}
+    by_verdict: dict[Verdict, list[str]] = {}
+    for finding in found:
+        if finding.claim in claims:
+            by_verdict.setdefault(finding.verdict, []).append(finding.claim.partition(".")[0])
+    told = [f"{verdict}: {', '.join(by_verdict[verdict])}" for verdict in get_args(Verdict) if verdict in by_verdict]
+    return "" if set(by_verdict) <= {"not tested"} else f"The paper's six observations: {' · '.join(told)}."
 
 
 def _decided(claim: str, decide: Callable[[], Decision]) -> Finding:
@@ -156,7 +167,7 @@ def _post_hoc(group: Group) -> Decision:
     verdict: Verdict = "holds" if reduction < 0.02 else "holds in part" if reduction < 0.1 else "does not hold"
     return verdict, (
         f"After its second phase, in which only the gates train, it switches {_less(reduction)} than vanilla "
-        "(the paper: under 0.5 % less)."
+        "with the same seed (the paper: under 0.5 % less)."
     )
 
 

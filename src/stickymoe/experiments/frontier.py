@@ -19,9 +19,10 @@ from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Cell, Table, capaci
 FEWER, KEPT = 10.0, 0.8
 EXPLAINED = (
     "Gain kept: share of the mixture's gain over dense, ± half of its 95 % interval over seeds, elsewhere one standard "
-    "deviation · misses per access over all slots, × times fewer than vanilla · ★ beaten by none at the smallest "
-    "cache, over common seeds · even: expert use of at least 95 % of full entropy, none neglected · a row is held "
-    "against vanilla and dense over the seeds it has, so of one seed against that seed."
+    "deviation · misses: share of requests, k for each token and layer, that an LRU cache of C experts a layer does "
+    "not hold, × times fewer than vanilla · ★ none is better in both perplexity and misses, at the largest cache and "
+    "over common seeds · even: expert use of at least 95 % of full entropy, none neglected · a row with one seed is "
+    "compared with vanilla and dense of that seed, not with their means in this table."
 )
 WORTH = 2.0  # per cent that vanilla must be below dense, for a share of it to mean something
 EVEN = 0.95  # of log₂ N, for the entropy of the experts' use
@@ -144,12 +145,12 @@ def best(found: Sequence[Point], capacity: int) -> list[Point]:
 
 
 def kept_table(group: Group, *, name: str = "kept", caption: str = "") -> Table | None:
-    """Gain kept and all-slots misses of every row, dense last; ★ marks those that none beats at the smallest cache."""
+    """Gain kept and all-slots misses of every row, dense last; ★ marks those that none beats at the largest cache."""
     found = points(group)
     if not found:
         return None
     sizes = sorted({C for point in found for C in point.misses})
-    stars = {point.row.label for point in best(found, sizes[0])} if sizes else set()
+    stars = {point.row.label for point in best(found, sizes[-1])} if sizes else set()
     lines = []
     for point in found:
         kept, half = 100 * point.kept.mean, interval(point.kept)

@@ -26,7 +26,7 @@ from stickymoe import __version__
 from stickymoe.errors import RunError, StickyError
 from stickymoe.experiments import figures, tables
 from stickymoe.experiments.collection import Collection, Group, Row, Run, collect
-from stickymoe.experiments.findings import Finding, findings, scope
+from stickymoe.experiments.findings import Finding, findings, scope, summary
 from stickymoe.experiments.frontier import EXPLAINED, kept_table
 from stickymoe.experiments.on_device import OnDevice, on_device
 from stickymoe.experiments.paper import SOURCE, beside_the_paper, layers_beside_the_paper
@@ -177,7 +177,7 @@ def _drawings(name: str, group: Group) -> list[Drawing]:
         (
             "curves",
             "Training and validation",
-            "Loss terms without their weights, the mean over seeds; point at a line to single it out.",
+            "Loss terms without their weights, the mean over seeds; in the page, point at a line to single it out.",
             figures.curves(group),
         ),
     ]
@@ -294,6 +294,7 @@ def _page(collection: Collection, sections: list[Section], patterns: Drawing) ->
         script=Markup(vl_convert.javascript_bundle(None)),  # type: ignore[arg-type]  # its stub lacks the default
         config_text=_config_text,
         scope=scope,
+        summary=summary,
         unfinished=[run for run in collection.runs if not run.complete],
     )
 
@@ -318,6 +319,8 @@ def _markdown(collection: Collection, sections: list[Section], patterns: Drawing
         if not run.complete
     ]
     parts += [*problems, ""] if problems else []
+    told = [(clean(section.group.title), summary(section.findings)) for section in sections]
+    parts += [*(f"- **{title}**: {words}" for title, words in told if words), ""] if any(w for _, w in told) else []
     for section in sections:
         parts += [f"## {clean(section.group.title)}\n", tables.markdown(section.results)]
         if section.kept is not None:
