@@ -84,7 +84,7 @@ The signs in a row's name are explained [below](#signs).
 
 def _is(group: Group, **wanted: object) -> bool:
     data, model = group.config.data, group.config.model
-    facts = {"steps": group.config.train.steps, "experts": model.n_experts, "corpus": group.corpus[0]}
+    facts = {"steps": group.config.train.steps, "experts": model.n_experts, "corpus": data.corpus}
     whole = data.fraction == 1 and model.d_model == 128 and model.layers_per_pool == 1
     return whole and all(facts[key] == value for key, value in wanted.items())
 
@@ -187,8 +187,9 @@ def _targets(*groups: tuple[Group | None, int, Group | None]) -> str:
         if solved:
             enough = [p for p in found if C in p.fewer and p.kept.mean >= KEPT and p.fewer[C].mean >= FEWER]
             uneven = "; ".join(_told(p, C) for p in enough if not p.even)
+            reached = "reached" if any(p.surely_solves(C) for p in solved) else "reached, with one seed"
             lines.append(
-                f"- **{where}: reached** by {'; '.join(_told(p, C) for p in solved)}."
+                f"- **{where}: {reached}** by {'; '.join(_told(p, C) for p in solved)}."
                 + (f" Not used evenly: {uneven}." if uneven else "")
                 + _beside_fewer(solved[0].row, smaller)
             )
@@ -223,7 +224,7 @@ def _beside_fewer(row: Row, smaller: Group | None) -> str:
 def _where(group: Group) -> str:
     """How it differs from most groups of this page: the corpus and the steps."""
     steps = group.config.train.steps
-    corpus = "" if _is(group, corpus="wikitext-2") else f", {group.corpus[0]}"
+    corpus = "" if _is(group, corpus="wikitext-2") else f", {group.config.data.corpus}"
     return corpus + ("" if steps == 1000 else f", {steps:,} steps")
 
 
@@ -246,14 +247,14 @@ LESSONS = (
     (
         ("residency",),
         "Only C experts can be chosen, and they change slowly: misses fall by an order of magnitude. Leaving routing "
-        "free for the first half of training, so that experts specialise first, did not help.",
+        "free for the first half of training, so that experts specialise first, made no difference beyond chance.",
     ),
     (
         ("residency+smooth",),
         "Smoothing and residency together are no better than residency alone. Where experts come and go, each has to "
-        "stand in for the others, and what smoothing won is gone. Pinning all but one slot keeps the roles apart and "
-        "wins a part of it back. There the balance loss works against the mixture: it asks experts that share a slot "
-        "to be used as much as pinned ones; with a tenth of it perplexity is lower, and use less even.",
+        "stand in for the others, and what smoothing won is gone. With all but one slot pinned, and inertia from the "
+        "first step on, more is kept. There the balance loss asks experts that share a slot to be used as much as "
+        "pinned ones; with a tenth of it, and a smaller margin, perplexity is lower and use less even.",
     ),
     (
         ("cache_loss+residency",),
@@ -264,12 +265,13 @@ LESSONS = (
         ("siblings",),
         "Experts take turns in a slot: one gate chooses slots token by token, a slower one who is in them, within a "
         "budget of loads. Roles stay apart, since a slot keeps its role whoever is in it. Each sibling sees only a "
-        "part of the text, so alone each would learn the same things again; therefore most of every gradient goes to "
-        "the whole family. Without the hash, N=4 in three slots is level with a mixture of three, and N=16 in four "
-        "slots is no better than a mixture of four, and those load nothing. With `token` the gate of the slots reads "
-        "the token beside the average, which helps it as it helps two_speed. With `hashed` a hash of the token says "
-        "which slots it uses, and the gate only weighs them: slots are apart from the first step on, the slow gate "
-        "has nothing to learn but who is in them, and what siblings can tell apart by context now shows.",
+        "part of the text, so most of every gradient goes to the whole family, lest each learn the same things again "
+        "(κ; what it brings has no published row). Without the hash, N=4 in three slots is level with a mixture of "
+        "three, and N=16 in four slots is no better than a mixture of four, and those load nothing. With `token` the "
+        "gate of the slots reads the token beside the average, which helps it as it helps two_speed. With `hashed` a "
+        "hash of the token says which slots it uses, and the gate only weighs them: slots are apart from the first "
+        "step on, the slow gate has nothing to learn but who is in them, and what siblings can tell apart by context "
+        "now shows.",
     ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
     (
@@ -308,7 +310,7 @@ def _recommended(group: Group | None, *others: Group | None) -> str:
         "tokens; siblings share most of their gradients, since each sees only a part of the text.\n\n**What it "
         f"buys**: perplexity {abs(change.mean):.1f} % {where} vanilla's, with {fewer} "
         f"({'one seed' if change.n == 1 else f'{change.n} seeds'}). A layer loads C experts at the start of a "
-        "sequence and then at most one every 1/B tokens, at most B/k + C/(k·T) a request over T tokens. That needs "
+        "sequence and then at most one every 1/B tokens, at most B/k + (C+1)/(k·T) an access over T tokens. That needs "
         "a runtime that evicts the sibling; the LRU cache of the tables may load more.\n\n**What it costs**: two "
         "small gates in each layer; decoding remembers an average for each slot and expert, and who is in place "
         f"([time](performance.md)). {_beside_hash(point, group)}What it must be held against is a mixture of as many "
@@ -366,7 +368,7 @@ def _fits(group: Group | None, smaller: Group | None, capacity: int) -> str:
     few, many = smaller.config.model.n_experts, group.config.model.n_experts
     words = (
         f"A device that holds {capacity} experts a layer can have a mixture of {few}, which loads nothing after its "
-        f"first tokens. That is what a router over {many} must beat with so strict a cache:\n\n"
+        f"first tokens. That is what a router over {many} must beat with so strict a cache (the best six):\n\n"
     )
     cells = []
     for row, kept in rows[:6]:
@@ -409,10 +411,13 @@ def _beaten(group: Group | None) -> str:
 
 
 def _table(rows: list[Row], columns: list[tuple[str, str, str]], label: Callable[[Row], str]) -> str:
-    lines = tuple(
-        (label(row), *(tables.number(row.metric(metric), form) for _, metric, form in columns)) for row in rows
-    )
-    return tables.markdown(Table("", "", ("variant", *(head for head, _, _ in columns)), lines))
+    """A line of each row, over the seeds that have the last of its columns."""
+    lines = []
+    for row in rows:
+        seeds = row.by_seed(columns[-1][1])
+        cells = (tables.number(row.metric(metric, seeds), form) for _, metric, form in columns)
+        lines.append((label(row), str(len(seeds)), *cells))
+    return tables.markdown(Table("", "", ("variant", "seeds", *(head for head, _, _ in columns)), tuple(lines)))
 
 
 def _topical(group: Group | None) -> str:
@@ -422,10 +427,10 @@ def _topical(group: Group | None) -> str:
     if not rows:
         return ""
     columns = [
-        ("run length, tokens", "run_length", ".2f"),
-        ("word specialisation, × uniform", "word_specialisation", ".2f"),
+        ("PPL ↓", "ppl", ".2f"),
         ("I(expert; topic) above chance, bits", "topic_information", ".4f"),
-        ("PPL", "ppl", ".2f"),
+        ("word specialisation, × uniform", "word_specialisation", ".2f"),
+        ("run length, tokens", "run_length", ".2f"),
     ]
     columns = [column for column in columns if any(row.mean(column[1]) is not None for row in rows)]
     words = f"{group.title}."
@@ -448,9 +453,10 @@ def _coherence(vanilla: Row | None, rows: list[Row]) -> str:
     for row in rows:
         found = asked(row)
         if row is not vanilla and found is not None:
-            ratio = found[1] / plain[1]
-            knows = "more" if ratio > 1.1 else "less" if ratio < 0.9 else "about as much"
-            seeds = "one seed" if len(row.complete) == 1 else f"{len(row.complete)} seeds"
+            more = found[1] - plain[1]
+            knows = "about as much" if abs(more) < 0.1 * abs(plain[1]) else "more" if more > 0 else "less"
+            n = len(row.by_seed("topic_information"))
+            seeds = "one seed" if n == 1 else f"{n} seeds"
             lines.append(
                 f"- `{row.label}` stays {found[0] / plain[0]:.2f} × as long as vanilla and knows {knows} of the topic: "
                 f"{found[1]:.4f} bits against {plain[1]:.4f} ({seeds})."

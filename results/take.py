@@ -1,4 +1,7 @@
-"""Take over the records of runs that ended, failed ones too: python results/take.py RUNS paper|frontier."""
+"""Take over the records of runs that ended, failed ones too: python results/take.py RUNS paper|frontier.
+
+Nothing complete is replaced by a failure.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,15 @@ HERE = Path(__file__).parent
 
 def main(runs: Path, page: str) -> None:
     for path in sorted(runs.rglob("record.json")):
+        folder = HERE / page / path.parent.relative_to(runs)
         try:
-            if RunRecord.read(path).status not in ("complete", "failed"):
-                continue
+            status = RunRecord.read(path).status
+            known = RunRecord.read(folder / path.name).status if (folder / path.name).exists() else None
         except RunError as e:
             print(f"skipped: {e}")
             continue
-        folder = HERE / page / path.parent.relative_to(runs)
+        if status != "complete" and (status != "failed" or known == "complete"):
+            continue
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("record.json", "metrics.jsonl"):
             if path.with_name(name).exists():
@@ -29,4 +34,6 @@ def main(runs: Path, page: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[2] not in ("paper", "frontier") or not Path(sys.argv[1]).is_dir():
+        sys.exit(f"Expected a folder of runs, then paper or frontier; given: {' '.join(sys.argv[1:]) or 'nothing'}.")
     main(Path(sys.argv[1]), sys.argv[2])

@@ -116,6 +116,13 @@ def test_a_seed_counts_once_however_often_it_was_run():
     assert [run.config.seed for run in row.runs] == [42, 43]
 
 
+def test_of_two_complete_runs_of_a_seed_the_one_of_todays_numbers_counts():
+    today = a_run("soft", ppl=101.0)
+    before = dataclasses.replace(today.record, run_id="0" * 16, metrics={**today.record.metrics, "ppl": 99.0})
+    for runs in ([today, type(today).of(before)], [type(today).of(before), today]):
+        assert Row.of(runs).mean("ppl") == 101.0
+
+
 def test_groups_alike_in_title_say_what_tells_them_apart():
     groups = grouped([a_run("vanilla"), a_run("vanilla", settings={"train": {"lr": 0.1}})])
     assert sorted(group.note for group in groups) == ["train.lr 0.0003", "train.lr 0.1"]

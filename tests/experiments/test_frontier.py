@@ -93,6 +93,30 @@ def test_a_mixture_that_the_cache_holds_is_a_line_at_what_its_best_row_keeps():
     assert frontier.fitting(no_dense, smaller) == []
 
 
+def test_surely_solved_takes_three_seeds_and_the_whole_interval():
+    def sure(*shifts):
+        again = [
+            a_run("residency", seed=40 + i, ppl=101.5 + x, cache_hit_rate_all_c3=0.98) for i, x in enumerate(shifts)
+        ]
+        controls = [run for i in range(len(shifts)) for run in runs(40 + i) if run.config.variant.name != "residency"]
+        (group,) = grouped([*controls, *again])
+        (point,) = (p for p in frontier.points(group) if p.row.variant.name == "residency")
+        assert point.solves(3)
+        return point.surely_solves(3)
+
+    assert sure(0.0, 0.01, -0.01)
+    assert not sure(0.0), "one seed"
+    assert not sure(0.0, 0.01), "two"
+    assert not sure(0.0, 1.0, -1.0), "0.85 ± 0.25"
+
+
+def test_without_a_common_seed_there_is_no_gain_to_share():
+    (group,) = grouped([a_run("vanilla", seed=43), a_run("dense", seed=42, ppl=110.0)])
+    assert frontier.no_share(group).endswith(
+        "vanilla and dense have no seed in common, so there is no gain to share out"
+    )
+
+
 def test_the_legend_names_only_what_is_drawn():
     ours = [run for run in runs() if run.config.variant.name in ("vanilla", "dense", "residency")]
     for shown, names in ((runs(), ["past the paper", "the paper", "vanilla"]), (ours, ["past the paper", "vanilla"])):

@@ -238,6 +238,10 @@ class TestRunId:
         siblings = variant_class("siblings")
         now = {slots: self.id(replace(self.base, variant=siblings(capacity=slots, hashed=True))) for slots in before}
         assert [slots for slots in before if now[slots] != before[slots]] == [3]
+        pool = replace(self.base.model, universal=True)  # of 16, in 6 slots or 8
+        ids = [self.id(replace(self.base, model=pool, variant=siblings(capacity=C, hashed=True))) for C in (6, 8)]
+        assert ids[0] != "9836af79bf7b6475"
+        assert ids[1] == "4240cc19ac432552"
 
     @given(run_settings())
     def test_survives_the_disk(self, settings: dict[str, Any]) -> None:

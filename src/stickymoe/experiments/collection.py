@@ -16,7 +16,7 @@ from typing import Any
 from stickymoe.errors import RunError, StickyError
 from stickymoe.experiments.grids import PAPER_ROWS
 from stickymoe.runs.config import RunConfig
-from stickymoe.runs.folder import RunFolder
+from stickymoe.runs.folder import RunFolder, run_id
 from stickymoe.runs.presets import PRESETS
 from stickymoe.runs.record import RunRecord
 from stickymoe.variants import Variant, variant_names
@@ -48,10 +48,15 @@ class Run:
         seen = self.config.train.steps * self.config.train.batch_size * self.config.model.seq_len
         return float(seen / self.record.data["tokens"]["train"])
 
-    def worth(self) -> tuple[bool, bool, bool]:
-        """Of two records of one run: the complete one, then the one with more beside it, counts."""
+    def worth(self) -> tuple[bool, bool, bool, bool]:
+        """Of two records of a row and seed the complete one counts, then today's, then the one with more beside it."""
         routes = self.folder is not None and self.folder.routes.exists()
-        return self.complete, routes, bool(self.log)
+        return self.complete, self.of_today, routes, bool(self.log)
+
+    @property
+    def of_today(self) -> bool:
+        """Whether the same config and data still give these numbers, by the run id."""
+        return run_id(self.config, self.record.data["fingerprint"]) == self.record.run_id
 
 
 @dataclass(frozen=True)

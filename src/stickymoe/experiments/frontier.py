@@ -19,7 +19,7 @@ from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Cell, Table, capaci
 FEWER, KEPT = 10.0, 0.8
 EXPLAINED = (
     "Gain kept: share of the mixture's gain over dense, ± half of its 95 % interval over seeds, elsewhere one standard "
-    "deviation · misses: share of requests, k for each token and layer, that an LRU cache of C experts a layer does "
+    "deviation · misses: share of accesses, k for each token and layer, that an LRU cache of C experts a layer does "
     "not hold, × times fewer than vanilla · ★ none is better in both perplexity and misses, at the largest cache and "
     "over common seeds · even: expert use of at least 95 % of full entropy, none neglected · a row with one seed is "
     "compared with vanilla and dense of that seed, not with their means in this table."
@@ -77,6 +77,11 @@ class Point:
     def solves(self, capacity: int) -> bool:
         return self.kept.mean >= KEPT and self.fewer[capacity].mean >= FEWER and self.even
 
+    def surely_solves(self, capacity: int) -> bool:
+        """Over three seeds or more, with the whole 95 % interval of the gain it keeps above the target."""
+        half = interval(self.kept)
+        return self.solves(capacity) and half is not None and self.kept.n >= 3 and self.kept.mean - half >= KEPT
+
 
 def interval(value: Value) -> float | None:
     """Half the width of the 95 % interval of a mean over seeds; None for a single one."""
@@ -91,8 +96,12 @@ def no_share(group: Group) -> str | None:
     if missing := [name for name, row in (("vanilla", baseline), ("dense", dense)) if row is None]:
         there = f"{len(group.complete)} finished row{'s' * (len(group.complete) != 1)}"
         return f"{group.title}: {there}, but no {' and no '.join(missing)} to measure the gain by"
-    change = baseline.change(dense) if baseline is not None and dense is not None else None
-    if change is None or change.mean <= -WORTH:
+    assert baseline is not None
+    assert dense is not None
+    change = baseline.change(dense)
+    if change is None:
+        return f"{group.title}: vanilla and dense have no seed in common, so there is no gain to share out"
+    if change.mean <= -WORTH:
         return None
     return (
         f"{group.title}: vanilla's perplexity is {change.mean:+.1f} % from dense's, expected {-WORTH:+.0f} % or less; "
@@ -172,7 +181,7 @@ def kept_table(group: Group, *, name: str = "kept", caption: str = "") -> Table 
 
 
 def of_the_paper(row: Row) -> bool:
-    """Whether the paper proposes it or compares with it; vanilla is the baseline, and dense is not the paper's."""
+    """Whether it is of the paper's table; vanilla is the baseline, and dense is not the paper's."""
     names = {settings["variant"]["name"] for settings in PAPER_ROWS} - {"vanilla", "dense"}
     return row.variant.name in names
 

@@ -51,15 +51,16 @@ def run_id(config: RunConfig, data_fingerprint: str) -> str:
         else values
         for section, values in config.as_dict().items()
     }
-    decides = {"config": _floats(settings), "data": data_fingerprint, "numerics": _numerics(settings)}
+    decides = {"config": _floats(settings), "data": data_fingerprint, "numerics": _numerics(config)}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _numerics(settings: dict[str, Any]) -> int:
+def _numerics(config: RunConfig) -> int:
     """The version of a run's numbers: the common one, raised for runs that alone came to give others."""
-    variant, n_experts = settings["variant"], settings["model"]["n_experts"]
-    slots_by_family_size = variant.get("hashed", False) and n_experts % min(variant["capacity"], n_experts) != 0
-    return NUMERICS_VERSION + 1 if slots_by_family_size else NUMERICS_VERSION
+    variant, N = config.as_dict()["variant"], config.model.pool_size
+    if "siblings" in variant["name"].split("+") and variant["hashed"] and N % min(variant["capacity"], N):
+        return NUMERICS_VERSION + 1  # slots by hash follow the size of families
+    return NUMERICS_VERSION
 
 
 def _names_a_run(key: tuple[str, str], value: Any) -> bool:

@@ -39,7 +39,10 @@ def evaluate_run(
             f"here {data.fingerprint[:12]}). Pass its corpus with --data.path."
         )
     if run_id(config, data.fingerprint) != record.run_id:
-        raise RunError(f"{folder.config} is not the config that {run} was trained with: it was altered since.")
+        raise RunError(
+            f"{folder.config} is not the config that {run} was trained with (run id {record.run_id}): it was altered "
+            "since, or this version computes such runs differently. Train it again."
+        )
     accelerator = make_accelerator(config)
     model = build_model(config, data.vocab_size)
     load_model(chosen, model)
