@@ -55,7 +55,7 @@ def page(collection: Collection, drawn: Path) -> str:
         "Sixteen experts, a cache of four": _compared(sixteen, drawn, "sixteen", (4,), whole),
         "A longer schedule": _compared(longer, drawn, "longer", CACHES),
         "Another corpus": _compared(factbook, drawn, "factbook", CACHES),
-        "The screening": _screened(screen),
+        "The screening": _screened(screen, drawn),
         "Does sticky mean topical?": "\n".join(filter(None, (_topical(factbook), _topical(whole)))),
         "Experts that layers share": _shared(collection),
         "Signs": _signs(collection),
@@ -141,37 +141,36 @@ def _drawn(chart: figures.Chart | None, file: Path, words: str) -> str:
     return f"![{words}]({file.parent.name}/{file.name})\n"
 
 
-def _screened(group: Group | None) -> str:
+def _screened(group: Group | None, drawn: Path) -> str:
     """Every method in few steps, by its perplexity: what the mixture is worth so early may be too little to share."""
     dense = group.find("dense") if group is not None else None
     if group is None or dense is None or group.baseline is None or (gain := group.baseline.change(dense)) is None:
         return ""
     rows = sorted((row for row in group.rows if row.mean("ppl") is not None), key=lambda row: row.mean("ppl") or 0.0)
     planned = configs(load_grid("frontier"), seeds=[42], flags=["--data.path", "text"], source="")
-    missing = ", ".join(f"`{run.variant.label}`" for run in planned if group.find(run.variant.key) is None)
-    return (
-        f"Every method at three strengths, {group.config.train.steps} steps, one seed: leads, not results. Vanilla is "
+    missing = [f"`{run.variant.label}`" for run in planned if group.find(run.variant.key) is None]
+    title = "misses per access, all k experts, C=3 (lower is better)"
+    chart = figures.pareto(group, f"{ALL_SLOTS}3", title, better="lower", misses=True)
+    words = (
+        f"{len(planned) - len(missing)} of the {len(planned)} rows of `stickymoe sweep frontier`: every method at "
+        f"three strengths, {group.config.train.steps} steps, one seed; leads, not results. Vanilla is "
         f"{gain.mean:+.1f} % of perplexity from dense so early, so rows are ordered by perplexity, and no gain is "
-        f"shared out.{f' Not run yet: {missing}.' if missing else ''}\n\n"
-        f"{tables.markdown(tables.results(rows, group.baseline))}\n{_leads(rows, group.baseline)}"
+        "shared out. In brackets: perplexity against vanilla, times fewer misses at C=3.\n"
     )
+    figure = _drawn(chart, drawn / "screening-c3.svg", "Perplexity against misses after 300 steps")
+    table = tables.markdown(tables.results(rows, group.baseline))
+    not_run = f"Not run: {', '.join(missing)}.\n" if missing else ""
+    return "\n".join(filter(None, (words, figure, _leads(rows, group.baseline), table, not_run)))
 
 
 def _leads(rows: list[Row], vanilla: Row, capacity: int = 3) -> str:
-    """Rows by where they are from vanilla, in perplexity and in misses with C slots."""
-    places: dict[str, list[str]] = {
-        "Lower perplexity and fewer misses than vanilla": [],
-        "Lower perplexity, more misses": [],
-        "Fewer misses at a price": [],
-        "Neither": [],
-    }
+    """What each method taught, with its rows: their perplexity and their misses with C slots against vanilla's."""
+    told: dict[str, list[str]] = {}
     for row in rows:
         change, fewer = row.change(vanilla), row.fewer_misses(vanilla, f"{ALL_SLOTS}{capacity}")
-        if row is vanilla or change is None or fewer is None:
-            continue
-        place = list(places)[2 * (change.mean >= 0) + (fewer.mean <= 1)]
-        places[place].append(f"`{row.label}` ({change.mean:+.1f} %, {fewer.mean:.2f} ×)")
-    return "".join(f"- {place}, C={capacity}: {', '.join(told)}.\n" for place, told in places.items() if told)
+        if row is not vanilla and change is not None and fewer is not None:
+            told.setdefault(row.variant.name, []).append(f"`{row.label}` ({change.mean:+.1f} %, {fewer.mean:.2f} ×)")
+    return "".join(f"- {SCREENED.get(name, '')} {', '.join(rows)}.\n" for name, rows in told.items())
 
 
 def _targets(*groups: tuple[Group | None, int, Group | None]) -> str:
@@ -235,6 +234,9 @@ def _told(point: Point, capacity: int) -> str:
     kept = f"{100 * point.kept.mean:.0f}{spread} % kept"
     return f"`{point.row.label}` ({kept}, {point.fewer[capacity].mean:.1f} × fewer, {seeds})"
 
+
+# What 300 steps taught of each variant.
+SCREENED: dict[str, str] = {}
 
 # What was tried, by the name of its variant, and what it taught. Rows that are not there are left out.
 LESSONS = (

@@ -74,6 +74,18 @@ def test_which_of_ours_beats_the_papers_rows():
     assert nearest.row.variant.name == "residency"
 
 
+def lines_of(chart):
+    """What the lines across a chart say."""
+    return [value["name"] for data in chart.to_dict()["datasets"].values() for value in data if "name" in value]
+
+
+def test_only_what_never_loads_again_is_a_line_beside_the_trade_off():
+    spans = [a_run({"name": "trajectory", "span": span}, ppl=112.0) for span in (0, 16)]
+    (group,) = grouped([*runs(), *spans, a_run({"name": "trajectory", "sentence": True}, ppl=113.0)])
+    chart = figures.pareto(group, "switch_rate", "switch rate", better="lower")
+    assert lines_of(chart) == ["dense (no experts)", "trajectory span=0 (loads once)"]
+
+
 def test_a_mixture_that_the_cache_holds_is_a_line_at_what_its_best_row_keeps():
     (group,) = grouped(runs())
     few = {"model": {"n_experts": 3}}
@@ -83,12 +95,8 @@ def test_a_mixture_that_the_cache_holds_is_a_line_at_what_its_best_row_keeps():
     assert kept == pytest.approx({"hash": 0.8, "vanilla": 0.6}), "over common seeds"
     assert list(kept) == ["hash", "vanilla"]
 
-    def named(**more):
-        drawn = figures.kept_gain(group, 3, **more).to_dict()
-        return [value["name"] for data in drawn["datasets"].values() for value in data if "name" in value]
-
-    assert named(smaller=smaller) == ["hash, N=3: never loads"]
-    assert named() == []
+    assert lines_of(figures.kept_gain(group, 3, smaller=smaller)) == ["hash, N=3: never loads"]
+    assert lines_of(figures.kept_gain(group, 3)) == []
     (no_dense,) = grouped(run for run in runs() if run.config.variant.name != "dense")
     assert frontier.fitting(no_dense, smaller) == []
 

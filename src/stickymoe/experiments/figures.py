@@ -175,13 +175,10 @@ def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> C
 def _controls(group: Group) -> list[Chart]:
     """What costs no misses at all, as lines to hold a trade-off against."""
     points = [
-        {
-            "ppl": _round(ppl),
-            "name": f"{row.label} (no misses)" if name == "trajectory" else f"{row.label} (no experts)",
-        }
-        for name in ("dense", "trajectory")
+        {"ppl": _round(ppl), "name": f"{row.label} ({why})"}
+        for key, why in (("dense", "no experts"), ("trajectory-span0", "loads once"))
         for row in group.complete
-        if row.variant.name == name and (ppl := row.mean("ppl")) is not None
+        if row.variant.key == key and (ppl := row.mean("ppl")) is not None
     ]
     return _levels(points, "ppl", alt.Tooltip("ppl:Q", title="PPL"))
 
