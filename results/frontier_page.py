@@ -7,13 +7,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import vl_convert
 
 from stickymoe.experiments import figures, frontier, tables
-from stickymoe.experiments.collection import Collection, Group, Row, collect, common_seeds
+from stickymoe.experiments.collection import Collection, Group, Row, Value, collect, common_seeds
 from stickymoe.experiments.frontier import EVEN, FEWER, KEPT, Point
 from stickymoe.experiments.grids import configs, load_grid
 from stickymoe.experiments.tables import ALL_SLOTS, Table
@@ -47,7 +47,7 @@ def page(collection: Collection, drawn: Path) -> str:
     three = find(steps=1000, experts=3, corpus="wikitext-2")
     sections = {
         "Against the targets": _targets((whole, 3, three), (sixteen, 4, whole), (longer, 3, None), (factbook, 3, None)),
-        "The recommendation": _recommended(whole, sixteen),
+        "The recommendation": _recommended(whole, three, sixteen),
         "The frontier": _compared(whole, drawn, "small", CACHES, three) + _on_the_papers_axes(whole, drawn),
         "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
         "Or simply fewer experts?": _fits(whole, three, 3) + _fits(sixteen, whole, 4),
@@ -212,11 +212,9 @@ def _beside_fewer(row: Row, smaller: Group | None) -> str:
     if smaller is None or not found:
         return ""
     best, change = max(found, key=lambda pair: pair[1].mean)
-    side = "below" if change.mean < 0 else "above"
-    seeds = "one seed" if change.n == 1 else f"{change.n} seeds"
     return (
-        f" The best mixture of {smaller.config.model.n_experts}, which loads nothing, is `{best.label}`; `{row.label}` "
-        f"is {abs(change.mean):.1f} % of perplexity {side} it ({seeds})."
+        f" The best mixture of {smaller.config.model.n_experts}, which loads nothing, is `{best.label}`; the "
+        f"perplexity of `{row.label}` is {_percent(change)} its ({_seeds(change.n)})."
     )
 
 
@@ -230,9 +228,8 @@ def _where(group: Group) -> str:
 def _told(point: Point, capacity: int) -> str:
     half = frontier.interval(point.kept)
     spread = f" ± {100 * half:.0f}" if half is not None else ""
-    seeds = "one seed" if point.kept.n == 1 else f"{point.kept.n} seeds"
     kept = f"{100 * point.kept.mean:.0f}{spread} % kept"
-    return f"`{point.row.label}` ({kept}, {point.fewer[capacity].mean:.1f} × fewer, {seeds})"
+    return f"`{point.row.label}` ({kept}, {point.fewer[capacity].mean:.1f} × fewer, {_seeds(point.kept.n)})"
 
 
 # What 300 steps taught of each variant.
@@ -272,8 +269,9 @@ LESSONS = (
         "three, and N=16 in four slots is no better than a mixture of four, and those load nothing. With `token` the "
         "gate of the slots reads the token beside the average, which helps it as it helps two_speed. With `hashed` a "
         "hash of the token says which slots it uses, and the gate only weighs them: slots are apart from the first "
-        "step on, the slow gate has nothing to learn but who is in them, and what siblings can tell apart by context "
-        "now shows.",
+        "step on, and the slow gate has nothing to learn but who is in them. With κ=1 siblings stay one expert, which "
+        "is a mixture of C: that is what learning apart must beat, and so far does not "
+        "([above](#the-recommendation)).",
     ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
     (
@@ -294,8 +292,8 @@ LESSONS = (
 )
 
 
-def _recommended(group: Group | None, *others: Group | None) -> str:
-    """What `train --recommended` is, buys and costs, beside vanilla."""
+def _recommended(group: Group | None, smaller: Group | None, larger: Group | None) -> str:
+    """What `train --recommended` is, buys and costs, beside vanilla, and beside fewer experts that all stay."""
     key = config_from({"variant": RECOMMENDED}).variant.key
     found = frontier.points(group) if group is not None else []
     point = next((p for p in found if p.row.variant.key == key), None)
@@ -304,48 +302,83 @@ def _recommended(group: Group | None, *others: Group | None) -> str:
     change = point.row.change(group.baseline)
     assert change is not None
     fewer = " and ".join(f"{point.fewer[C].mean:.2f} × fewer misses with {C} slots a layer" for C in CACHES)
-    where = "below" if change.mean < 0 else "above"
-    return (
+    sizes = [
+        f"C={row.variant.capacity}, B={row.variant.budget:g} of N={g.config.model.n_experts}"
+        for g in (group, larger)
+        for row in _like_recommended(g, alone=False)
+    ]
+    paragraphs = (
         f"`stickymoe train --recommended` trains `{point.row.label}`. Each layer has C slots, and expert i can only "
         "sit in slot i mod C; those that share a slot are siblings, a family. A hash of the token picks its k slots, "
         "and a gate weighs them. A slow gate decides which sibling sits in each slot, and swaps one at most every 1/B "
-        "tokens; siblings share most of their gradients, since each sees only a part of the text.\n\n**What it "
-        f"buys**: perplexity {abs(change.mean):.1f} % {where} vanilla's, with {fewer} "
-        f"({'one seed' if change.n == 1 else f'{change.n} seeds'}). A layer loads C experts at the start of a "
-        "sequence and then at most one every 1/B tokens, at most B/k + (C+1)/(k·T) an access over T tokens. That needs "
-        "a runtime that evicts the sibling; the LRU cache of the tables may load more.\n\n**What it costs**: two "
-        "small gates in each layer; decoding remembers an average for each slot and expert, and who is in place "
-        f"([time](performance.md)). {_beside_hash(point, group)}What it must be held against is a mixture of as many "
-        "experts as there are slots, which loads nothing: see below.\n\n**For your device**: `--variant.capacity` is "
-        "C = (memory − other weights) / (layers · bytes of an expert), and `--variant.budget` at most B = (seconds a "
-        "token may take − compute) / (layers · seconds of a load), both from `stickymoe plan`. Train with the C of "
-        f"the device: with fewer slots little is left of it. Run so far: {_run_so_far((group, *others))}.\n"
+        "tokens; siblings share most of their gradients, since each sees only a part of the text.",
+        f"**What it buys**: perplexity {_percent(change)} vanilla's, with {fewer} ({_seeds(change.n)}). A layer loads "
+        "C experts at the start of a sequence and then at most one every 1/B tokens, at most B/k + (C+1)/(k·T) an "
+        "access over T tokens. That needs a runtime that evicts the sibling; the LRU cache of the tables may load "
+        "more.",
+        "**What it costs**: two small gates in each layer; decoding remembers an average for each slot and expert, and "
+        f"who is in place ([time](performance.md)). {_beside_hash(point, group)}",
+        _or_fewer((group, smaller), (larger, group)),
+        "**For your device**: `--variant.capacity` is C = (memory − other weights) / (layers · bytes of an expert), "
+        "and `--variant.budget` at most B = (seconds a token may take − compute) / (layers · seconds of a load), both "
+        "from `stickymoe plan`. Train with the C of the device: with fewer slots little is left of it. Run so far: "
+        f"{'; '.join(dict.fromkeys(sizes))}.",
     )
+    return "\n\n".join(filter(None, paragraphs)) + "\n"
 
 
 def _beside_hash(point: Point, group: Group) -> str:
     """What is left of the hash alone, which is what most of the perplexity comes from."""
     plain = group.find("hash")
-    change = point.row.change(plain) if plain is not None else None
-    if change is None or change.mean <= 0:
+    change = plain.change(point.row) if plain is not None else None
+    if change is None or change.mean >= 0:
         return ""
     return (
-        f"Its low perplexity is that of the hash: `hash`, which saves no loads, is still lower ({change.mean:.1f} % "
-        "less than it), and how long a hash stays ahead of learned gates in a longer training is not known. "
+        f"Its low perplexity is that of the hash: `hash`, which saves no loads, is {_percent(change)} it, and how long "
+        "a hash stays ahead of learned gates in a longer training is not known."
     )
 
 
-def _run_so_far(groups: tuple[Group | None, ...]) -> str:
-    """The capacities and budgets that the recommended router was trained with."""
+def _or_fewer(*pairs: tuple[Group | None, Group | None]) -> str:
+    """The same router over as many experts as there are slots, where it has no siblings and loads nothing."""
+    told, better = [], []
+    for group, smaller in pairs:
+        ours, alone = _like_recommended(group, alone=False), _like_recommended(smaller, alone=True)
+        change = alone[0].change(ours[0]) if ours and alone else None
+        if group is not None and smaller is not None and change is not None:
+            few, many = smaller.config.model.n_experts, group.config.model.n_experts
+            told.append(f"N={few} is {_percent(change)} N={many} in {few} slots ({_seeds(change.n)})")
+            better.append(change.mean < 0)
+    if not told:
+        return ""
+    lesson = (
+        " So in trainings as short as these siblings do not pay for learning apart: if the number of experts is yours "
+        "to choose, train as many as the device holds."
+    )
+    return (
+        "**Or fewer experts**: with as many experts as slots (`--model.n_experts C`) the same router has no siblings, "
+        f"and loads nothing after the first tokens. Perplexity of {'; of '.join(told)}.{lesson if all(better) else ''}"
+    )
+
+
+def _like_recommended(group: Group | None, *, alone: bool) -> list[Row]:
+    """Its rows of the recommended router, whatever its slots and loads: with siblings, or with each expert `alone`."""
     wanted = config_from({"variant": RECOMMENDED}).variant
-    labels = [
-        f"{row.label.removeprefix(wanted.name + ' ').removesuffix(' token hashed')} of N={g.config.model.n_experts}"
-        for g in groups
-        if g is not None
-        for row in g.routed
-        if row.variant.name == wanted.name and row.label.endswith(" token hashed")
+    rows = [row for row in group.routed if row.variant.name == wanted.name] if group is not None else []
+    return [
+        row
+        for row in rows
+        if replace(row.variant, capacity=wanted.capacity, budget=wanted.budget) == wanted
+        and alone == (row.variant.capacity >= row.runs[0].config.model.n_experts)
     ]
-    return ", ".join(dict.fromkeys(labels))
+
+
+def _percent(change: Value) -> str:
+    return f"{abs(change.mean):.1f} % {'below' if change.mean < 0 else 'above'}"
+
+
+def _seeds(n: int) -> str:
+    return "one seed" if n == 1 else f"{n} seeds"
 
 
 def _lessons(*groups: tuple[Group | None, int]) -> str:
@@ -379,6 +412,8 @@ def _fits(group: Group | None, smaller: Group | None, capacity: int) -> str:
         misses = "first tokens only" if hit is None else f"{1 - hit.mean:.3f}"
         ppl = tables.number(row.metric("ppl", seeds), ".2f")
         cells.append((f"{row.label}, N={few}", str(kept.n), ppl, f"{100 * kept.mean:.0f}", misses))
+    if alone := _like_recommended(smaller, alone=True):
+        words += f"`{alone[0].label}` has a slot for each expert: the recommended router without siblings.\n\n"
     heads = ("variant", "common seeds", "PPL ↓", f"gain of N={many} kept % ↑", f"misses C={capacity} ↓")
     return words + tables.markdown(Table("fits", "", heads, tuple(cells))) + "\n"
 
@@ -457,8 +492,7 @@ def _coherence(vanilla: Row | None, rows: list[Row]) -> str:
         if row is not vanilla and found is not None:
             more = found[1] - plain[1]
             knows = "about as much" if abs(more) < 0.1 * abs(plain[1]) else "more" if more > 0 else "less"
-            n = len(row.by_seed("topic_information"))
-            seeds = "one seed" if n == 1 else f"{n} seeds"
+            seeds = _seeds(len(row.by_seed("topic_information")))
             lines.append(
                 f"- `{row.label}` stays {found[0] / plain[0]:.2f} × as long as vanilla and knows {knows} of the topic: "
                 f"{found[1]:.4f} bits against {plain[1]:.4f} ({seeds})."
