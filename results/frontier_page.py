@@ -352,12 +352,12 @@ def _or_fewer(*pairs: tuple[Group | None, Group | None]) -> str:
     if not told:
         return ""
     lesson = (
-        " So in trainings as short as these siblings do not pay for learning apart: if the number of experts is yours "
-        "to choose, train as many as the device holds."
+        " Where that is below, siblings do not pay for learning apart in a training as short as this: if the number of "
+        "experts is yours to choose, train as many as the device holds."
     )
     return (
         "**Or fewer experts**: with as many experts as slots (`--model.n_experts C`) the same router has no siblings, "
-        f"and loads nothing after the first tokens. Perplexity of {'; of '.join(told)}.{lesson if all(better) else ''}"
+        f"and loads nothing after the first tokens. Perplexity of {'; of '.join(told)}.{lesson if any(better) else ''}"
     )
 
 
