@@ -213,8 +213,9 @@ def _beside_fewer(row: Row, smaller: Group | None) -> str:
         return ""
     best, change = max(found, key=lambda pair: pair[1].mean)
     return (
-        f" The best mixture of {smaller.config.model.n_experts}, which loads nothing, is `{best.label}`; the "
-        f"perplexity of `{row.label}` is {_percent(change)} its ({_seeds(change.n)})."
+        f" The best mixture of {smaller.config.model.n_experts}, which loads nothing, is routed by `{best.label}`; "
+        f"with N={row.runs[0].config.model.n_experts} and `{row.label}` perplexity is {_percent(change)} it "
+        f"({_seeds(change.n)})."
     )
 
 
@@ -270,8 +271,7 @@ LESSONS = (
         "gate of the slots reads the token beside the average, which helps it as it helps two_speed. With `hashed` a "
         "hash of the token says which slots it uses, and the gate only weighs them: slots are apart from the first "
         "step on, and the slow gate has nothing to learn but who is in them. With κ=1 siblings stay one expert, which "
-        "is a mixture of C: that is what learning apart must beat, and so far does not "
-        "([above](#the-recommendation)).",
+        "is a mixture of C: that is what learning apart must beat ([does it?](#the-recommendation)).",
     ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
     (
