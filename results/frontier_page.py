@@ -234,7 +234,26 @@ def _told(point: Point, capacity: int) -> str:
 
 
 # What 300 steps taught of each variant.
-SCREENED: dict[str, str] = {}
+SCREENED = {
+    "hash": "Experts are apart from the first step on: far below all others so early.",
+    "two_speed": "Below vanilla already, at about as many misses.",
+    "hysteresis": "A small bonus is nearly free and buys little; a large one saves most misses at a price.",
+    "smooth": "Longer averages save more and cost more; a learned decay does no better than its fixed start.",
+    "residency": "Only C experts can be chosen, and one may move a token: most misses are gone for a small price.",
+    "siblings": "Slots are chosen at once, who is in them slowly.",
+    "rent": "Who moves in has to have been missed for some time.",
+    "soft": "The paper's loss costs at every weight, hardly moves the misses of all k, and ends in uniform gates.",
+    "boundary": "Released at the ends of sentences it is the same loss: few pairs are ends.",
+    "graded+soft": "With λ rising late, or sparing layer 0, it costs a little less and saves a little less.",
+    "grouped": "Switches inside groups are cheap, and it is single experts that miss.",
+    "cross_layer": "The same experts in adjacent layers save nothing where layers have experts of their own.",
+    "blockffn": "Saves more than `soft`, and uses experts unevenly.",
+    "bles": "Ends in uniform gates, and saves little.",
+    "dot": "Asks gates to be sure of themselves, and they collapse: nearly always the same expert in front.",
+    "cache_loss": "Paying for expected misses makes routing stick hard, by giving up experts.",
+    "segment": "A choice for W tokens from those before them is as dear as one by hash, which is `trajectory`.",
+    "trajectory": "A bound, with nothing to learn: experts fixed for a span.",
+}
 
 # What was tried, by the name of its variant, and what it taught. Rows that are not there are left out.
 LESSONS = (

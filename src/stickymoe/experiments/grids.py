@@ -80,7 +80,6 @@ FRONTIER_ROWS: list[Settings] = [
     *_each("graded+soft", "lam", 0.1, 0.5, 2.0, warmup=0.0, layers=[0.0, 1.0, 1.0, 1.0]),
     *_each("two_speed", "slow", 0.5, 0.8, 0.95),
     *_each("siblings", "budget", 0.1, 0.03, 0.01),
-    *_each("siblings", "budget", 0.1, 0.03, 0.01, token=True, hashed=True),
     *_each("rent", "price", 0.3, 1.0, 3.0, rise=0.7),
 ]
 
