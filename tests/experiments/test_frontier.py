@@ -95,7 +95,7 @@ def test_a_mixture_that_the_cache_holds_is_a_line_at_what_its_best_row_keeps():
     assert kept == pytest.approx({"hash": 0.8, "vanilla": 0.6}), "over common seeds"
     assert list(kept) == ["hash", "vanilla"]
 
-    assert lines_of(figures.kept_gain(group, 3, smaller=smaller)) == ["hash, N=3: never loads"]
+    assert lines_of(figures.kept_gain(group, 3, smaller=smaller)) == ["best of N=3, all in memory"]
     assert lines_of(figures.kept_gain(group, 3)) == []
     (no_dense,) = grouped(run for run in runs() if run.config.variant.name != "dense")
     assert frontier.fitting(no_dense, smaller) == []

@@ -134,9 +134,14 @@ def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> C
         }
         for p in found
     ]
+    held = fitting(group, smaller)[:1] if smaller is not None else []
+    levels = [
+        {"kept": _round(100 * kept.mean), "name": f"best of N={capacity}, all in memory", "label": row.label}
+        for row, kept in held
+    ]
     vanilla = baseline.misses[capacity].mean
     low = min(min(p["misses"] for p in shown), vanilla / FEWER) * 0.8
-    top = max(110.0, max(p["kept"] for p in shown) + 5)
+    top = max(110.0, max(p["kept"] for p in (*shown, *levels)) + 5)
     floor = max(-100.0, min(p["kept"] for p in shown) - 5)
     corner = [{"x": low, "x2": vanilla / FEWER, "y": 100 * KEPT, "y2": top}]
     title = f"misses per access, all slots, C={capacity} (log, lower is better)"
@@ -150,10 +155,6 @@ def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> C
     whose = [name for name in marks if any(p["of"] == name for p in shown)]
     colour = alt.Scale(domain=whose, range=[marks[name][0] for name in whose])
     shape = alt.Scale(domain=whose, range=[marks[name][1] for name in whose])
-    held = fitting(group, smaller)[:1] if smaller is not None else []
-    levels = [
-        {"kept": _round(100 * kept.mean), "name": f"{row.label}, N={capacity}: never loads"} for row, kept in held
-    ]
     base = alt.Chart(_values(shown)).encode(x=at_x, y=at_y)
     return alt.layer(
         alt.Chart(_values(corner))
@@ -168,7 +169,7 @@ def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> C
         base.transform_filter("datum.best")
         .mark_text(align="left", dx=7, dy=-5, fontSize=10, color=_INK)
         .encode(text="label:N"),
-        *_levels(levels, "kept", alt.Tooltip("kept:Q", title="gain kept, %")),
+        *_levels(levels, "kept", ["label:N", alt.Tooltip("kept:Q", title="gain kept, %")], at_end=True),
     ).properties(width=560, height=340)
 
 
@@ -180,17 +181,17 @@ def _controls(group: Group) -> list[Chart]:
         for row in group.complete
         if row.variant.key == key and (ppl := row.mean("ppl")) is not None
     ]
-    return _levels(points, "ppl", alt.Tooltip("ppl:Q", title="PPL"))
+    return _levels(points, "ppl", [alt.Tooltip("ppl:Q", title="PPL")])
 
 
-def _levels(points: Points, field: str, tooltip: alt.Tooltip) -> list[Chart]:
-    """Lines across a chart, each with its `name` on it; none for no points."""
+def _levels(points: Points, field: str, tooltip: Sequence[str | alt.Tooltip], *, at_end: bool = False) -> list[Chart]:
+    """Lines across a chart, each with its `name` at its start or end; none for no points."""
     if not points:
         return []
     base = alt.Chart(_values(points)).encode(y=f"{field}:Q")
-    rule = base.mark_rule(color=_INK, strokeDash=[2, 3]).encode(tooltip=["name:N", tooltip])
-    name = base.mark_text(align="left", dx=4, dy=-5, fontSize=10, color=_INK).encode(x=alt.value(0), text="name:N")
-    return [rule, name]
+    rule = base.mark_rule(color=_INK, strokeDash=[2, 3]).encode(tooltip=["name:N", *tooltip])
+    name = base.mark_text(align="right" if at_end else "left", dx=-4 if at_end else 4, dy=-5, fontSize=10, color=_INK)
+    return [rule, name.encode(x=alt.value("width" if at_end else 0), text="name:N")]
 
 
 def layers(group: Group) -> Chart | None:
