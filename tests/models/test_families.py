@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from stickymoe.errors import ConfigError
 from stickymoe.models.moe import Experts
 from stickymoe.routing.families import Families
 from stickymoe.routing.losses import LossContext, family_balance_by_layer
@@ -71,6 +72,23 @@ def test_siblings_of_full_kin_stay_one_and_others_grow_apart():
             optimiser.zero_grad()
         up = model.blocks[0].ffn.experts.up
         assert torch.equal(up[0], up[2]) == (kin == 1.0)
+
+
+def test_siblings_stay_one_until_they_are_let_apart():
+    model = model_of(kin=0.5, apart=0.5)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    family = model.blocks[0].ffn.experts.up[0::2]
+    for done in (0.0, 0.25, 0.49, 0.5):
+        assert torch.equal(family, family[:1].expand_as(family))
+        model(tokens_for(0), tokens_for(1), done=done).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    assert not torch.equal(family, family[:1].expand_as(family))
+
+
+def test_strangers_cannot_be_one_at_first():
+    with pytest.raises(ConfigError, match="variant.apart"):
+        model_of(kin=0.0, apart=0.5)
 
 
 def test_siblings_keep_their_families_and_balance_in_company():

@@ -32,11 +32,17 @@ class Experts(nn.Module):
         self.fast = fast
         self.families = families
 
-    def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
-        """eq:moe_output, on the fast path or the plain one; both give the same, up to rounding."""
+    def forward(
+        self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"], done: float = 1.0
+    ) -> Float[Tensor, "n d"]:
+        """eq:moe_output, on the fast path or the plain one; both give the same, up to rounding.
+
+        `done` is the share of training that is over, by which families share gradients.
+        """
         weights: list[Tensor] = [self.up, self.up_bias, self.down, self.down_bias]
         if self.families is not None and torch.is_grad_enabled():
-            weights = [_SharedGradient.apply(p, self.families) for p in weights]  # type: ignore[no-untyped-call]
+            C, kin = self.families.capacity, self.families.in_common(done)
+            weights = [_SharedGradient.apply(p, C, kin) for p in weights]  # type: ignore[no-untyped-call]
         return sorted_experts(h, S, w, *weights) if self.fast else plain_experts(h, S, w, *weights)
 
     @torch.no_grad()
@@ -51,19 +57,19 @@ class _SharedGradient(torch.autograd.Function):
     """The stack as it is; of its gradient a share goes to all members of a family alike, as their mean."""
 
     @staticmethod
-    def forward(ctx: Any, stack: Tensor, families: Families) -> Tensor:
-        ctx.families = families
+    def forward(ctx: Any, stack: Tensor, capacity: int, kin: float) -> Tensor:
+        ctx.terms = capacity, kin
         return stack.view_as(stack)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        C, kin = ctx.families.capacity, ctx.families.kin
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        C, kin = ctx.terms
         out = torch.empty_like(grad)
         for slot in range(min(C, len(grad))):
             family = grad[slot::C]
             torch.lerp(family, family.mean(0, keepdim=True), kin, out=out[slot::C])
-        return out, None
+        return out, None, None
 
 
 def plain_experts(
@@ -188,7 +194,7 @@ class MoE(nn.Module):
 
     def forward(self, x: RouterInput, state: State | None) -> tuple[Float[Tensor, "B T d"], Routing]:
         routing = self.router(x, state)
-        y = self.experts(x.h.flatten(0, 1), routing.S.flatten(0, 1), routing.w.flatten(0, 1))
+        y = self.experts(x.h.flatten(0, 1), routing.S.flatten(0, 1), routing.w.flatten(0, 1), x.done)
         return y.view_as(x.h), routing
 
 

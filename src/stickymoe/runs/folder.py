@@ -40,6 +40,7 @@ ADDED: dict[tuple[str, str], Any] = {
     ("model", "universal"): False,
     ("variant", "token"): False,
     ("variant", "hashed"): False,
+    ("variant", "apart"): 0.0,
 }
 
 

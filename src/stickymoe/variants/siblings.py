@@ -35,6 +35,7 @@ class SiblingsVariant(Routed):
         rho: margin ρ by which a sibling must win, in shares of its family
         budget: loads B per token and layer, at most: from one to the next it is 1/B tokens
         kin: share of a sibling's gradient that goes to all of its family alike; 0 for strangers
+        apart: share of training in which siblings stay one, and after which they begin to differ
         token: whether another gate of the families reads the token itself, beside the average
         hashed: whether the slots of a token come from a hash of it, by family size, and the gate only weighs them
     """
@@ -52,6 +53,7 @@ class SiblingsVariant(Routed):
     rho: float = hyper(0.02, "ρ", minor=True)
     budget: float = hyper(0.03, "B")
     kin: float = hyper(0.9, "κ", minor=True)
+    apart: float = hyper(0.0, "apart", always=False)
     token: bool = hyper(False, "token", always=False)
     hashed: bool = hyper(False, "hashed", always=False)
 
@@ -63,6 +65,9 @@ class SiblingsVariant(Routed):
         require_share("fast", self.fast, below_one=True)
         require_share("slow", self.slow, below_one=True)
         require_share("kin", self.kin)
+        require_share("apart", self.apart)
+        strangers = self.apart and not self.kin
+        require(not strangers, "variant.apart", self.apart, "0 where variant.kin is 0: strangers never are one")
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
         super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
@@ -70,7 +75,7 @@ class SiblingsVariant(Routed):
 
     @property
     def families(self) -> Families | None:
-        return Families(self.capacity, self.kin) if self.kin else None
+        return Families(self.capacity, self.kin, self.apart) if self.kin else None
 
     def filter(self, site: RouterSite) -> "Filter":
         from stickymoe.routing.sequential import SiblingGates
