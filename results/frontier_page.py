@@ -96,7 +96,8 @@ def _compared(
     table = None if group is None else frontier.kept_table(group)
     if group is None or table is None:
         return ""
-    out = [f"{group.title}. {frontier.EXPLAINED}\n", tables.markdown(table)]
+    explained = frontier.EXPLAINED if name == "small" else "Columns as in [the frontier](#the-frontier)."
+    out = [f"{group.title}. {explained}\n", tables.markdown(table)]
     for C in caches:
         fits = smaller if smaller is not None and smaller.config.model.n_experts == C else None
         chart = figures.kept_gain(group, C, smaller=fits)
@@ -170,7 +171,7 @@ def _leads(rows: list[Row], vanilla: Row, capacity: int = 3) -> str:
         change, fewer = row.change(vanilla), row.fewer_misses(vanilla, f"{ALL_SLOTS}{capacity}")
         if row is not vanilla and change is not None and fewer is not None:
             told.setdefault(row.variant.name, []).append(f"`{row.label}` ({change.mean:+.1f} %, {fewer.mean:.2f} ×)")
-    return "".join(f"- {SCREENED.get(name, '')} {', '.join(rows)}.\n" for name, rows in told.items())
+    return "".join(f"- **{name}**: {SCREENED.get(name, '')} {', '.join(rows)}.\n" for name, rows in told.items())
 
 
 def _targets(*groups: tuple[Group | None, int, Group | None]) -> str:
