@@ -5,13 +5,15 @@
 
 A variant's own work is all layers' routers and its loss terms on hidden states that are there already: 16×256 tokens
 with gradient in training, one token after another behind a prefix in decoding. Where experts are kin, sharing their
-gradients is part of it. What it adds is its own work less vanilla's. In decoding, variants that differ from vanilla by
-their losses alone are left out, and vanilla takes part three times: what lies between the three is noise.
+gradients is part of it. What it adds is its own work less vanilla's of the same round, the median over rounds with its
+95 % interval. In decoding, variants that differ from vanilla by their losses alone are left out, and vanilla takes part
+three times: what lies between the three is noise.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -120,7 +122,7 @@ def own_training(a: argparse.Namespace, variant: str) -> Work:
     mask = torch.ones(B, T, dtype=torch.bool)
     config = config_of(a, variant)
     terms = config.variant.phases()[-1].terms
-    stacks = _stacks(config)
+    families, stacks = config.variant.families, _stacks(config)
 
     def work() -> None:
         routed = [router(x) for router in routers]
@@ -130,7 +132,7 @@ def own_training(a: argparse.Namespace, variant: str) -> Work:
             loss = loss + term.weighed(term.fn(trace, LossContext()))
         torch.autograd.backward(loss)
         for stack, gradient in stacks:
-            torch.autograd.backward(_SharedGradient.apply(stack, config.variant.families), gradient)
+            torch.autograd.backward(_SharedGradient.apply(stack, families.capacity, families.kin), gradient)
             stack.grad = None
 
     return work
@@ -182,19 +184,29 @@ def contestant(name: str) -> Callable[[argparse.Namespace], Work]:
 
 
 def added(timings: list[Timing], whole: str, kind: str) -> dict[str, dict[str, float]]:
-    """Each variant's own seconds and their spread, and what it adds to `whole` over vanilla's own."""
+    """Each variant's own seconds, and what it adds to `whole` over vanilla's own of the same round."""
     by_name = {t.name.removeprefix(f"{kind} "): t for t in timings}
     step = by_name.pop(whole).median
-    base = statistics.mean(by_name[name].median for name in AGAIN if name in by_name)
-    return {
-        variant: {
+    vanilla = [by_name[name].seconds for name in AGAIN if name in by_name]
+    base = [statistics.mean(together) for together in zip(*vanilla, strict=True)]
+    table = {}
+    for variant, t in by_name.items():
+        low, median, high = _median([(own - plain) / step for own, plain in zip(t.seconds, base, strict=True)])
+        table[variant] = {
             "own_s": round(t.median, 6),
             "of_the_step": round(t.median / step, 4),
-            "added": round((t.median - base) / step, 4),
-            "spread": round(t.spread * t.median / step, 4),
+            "added": round(median, 4),
+            "low": round(low, 4),
+            "high": round(high, 4),
         }
-        for variant, t in by_name.items()
-    }
+    return table
+
+
+def _median(values: list[float]) -> tuple[float, float, float]:
+    """The median between the ends of its 95 % interval, by ranks."""
+    ordered, n = sorted(values), len(values)
+    first = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+    return ordered[first], statistics.median(ordered), ordered[n - 1 - first]
 
 
 def same_router(a: argparse.Namespace, variant: str) -> bool:
@@ -209,8 +221,8 @@ def measure(a: argparse.Namespace, variants: list[str]) -> dict[str, Any]:
     result: dict[str, Any] = {"experts": a.experts, "threads": a.threads, "batch": [B, T], "tokens": TOKENS_AT_ONCE}
     others = [variant for variant in variants if not same_router(a, variant)]
     for kind, whole, taking_part, rounds, at_once in (
-        ("training", "step", variants, a.rounds, 1),
-        ("decoding", "decode", [*AGAIN, *others], 5 * a.rounds, TOKENS_AT_ONCE),
+        ("training", "step", variants, 2 * a.rounds, 1),
+        ("decoding", "decode", [*AGAIN, *others], 10 * a.rounds, TOKENS_AT_ONCE),
     ):
         names = [whole, *(f"{kind} {variant}" for variant in taking_part)]
         timings = race(
@@ -219,10 +231,11 @@ def measure(a: argparse.Namespace, variants: list[str]) -> dict[str, Any]:
         table = added(timings, whole, kind)
         step = 1e3 * timings[0].median / at_once
         print(f"\n{kind}, {a.experts} experts: a step takes {step:.2f} ms ±{timings[0].spread:.1%}")
-        print(f"{'':24} {'own ms':>9} {'of the step':>12} {'added':>8}")
+        print(f"{'':24} {'own ms':>9} {'of the step':>12} {'added':>8}  95 % interval")
         for variant, row in table.items():
             own = 1e3 * row["own_s"] / at_once
-            print(f"{variant:24} {own:9.3f} {row['of_the_step']:12.2%} {row['added']:+8.2%} ±{row['spread']:.2%}")
+            added_by = f"{row['added']:+8.2%}  {row['low']:+.2%} to {row['high']:+.2%}"
+            print(f"{variant:24} {own:9.3f} {row['of_the_step']:12.2%} {added_by}")
         result[kind] = {"added": table, "timings": {t.name: t.as_dict() for t in timings}}
     return result
 
