@@ -40,14 +40,20 @@ def page(collection: Collection, drawn: Path) -> str:
     whole = find(steps=1000, experts=4, corpus="wikitext-2")
     screen = find(steps=300, experts=4, corpus="wikitext-2")
     sixteen = find(steps=1000, experts=16, corpus="wikitext-2")
-    longer = next(
-        (g for g in collection.groups if g.config.train.steps > 1000 and _is(g, experts=4, corpus="wikitext-2")), None
+    longer, three_longer = (
+        next(
+            (g for g in collection.groups if g.config.train.steps > 1000 and _is(g, experts=N, corpus="wikitext-2")),
+            None,
+        )
+        for N in (4, 3)
     )
     factbook = find(experts=4, corpus="factbook")
     three = find(steps=1000, experts=3, corpus="wikitext-2")
     sections = {
-        "Against the targets": _targets((whole, 3, three), (sixteen, 4, whole), (longer, 3, None), (factbook, 3, None)),
-        "The recommendation": _recommended(whole, three, sixteen),
+        "Against the targets": _targets(
+            (whole, 3, three), (sixteen, 4, whole), (longer, 3, three_longer), (factbook, 3, None)
+        ),
+        "The recommendation": _recommended((whole, three), (sixteen, whole), (longer, three_longer)),
         "The frontier": _compared(whole, drawn, "small", CACHES, three) + _on_the_papers_axes(whole, drawn),
         "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
         "Or simply fewer experts?": _fits(whole, three, 3) + _fits(sixteen, whole, 4),
@@ -312,8 +318,12 @@ LESSONS = (
 )
 
 
-def _recommended(group: Group | None, smaller: Group | None, larger: Group | None) -> str:
-    """What `train --recommended` is, buys and costs, beside vanilla, and beside fewer experts that all stay."""
+def _recommended(*pairs: tuple[Group | None, Group | None]) -> str:
+    """What `train --recommended` is, buys and costs, beside vanilla, and beside fewer experts that all stay.
+
+    Pairs of a group and that of fewer experts, the one it is recommended from first.
+    """
+    group = pairs[0][0]
     key = config_from({"variant": RECOMMENDED}).variant.key
     found = frontier.points(group) if group is not None else []
     point = next((p for p in found if p.row.variant.key == key), None)
@@ -324,7 +334,8 @@ def _recommended(group: Group | None, smaller: Group | None, larger: Group | Non
     fewer = " and ".join(f"{point.fewer[C].mean:.2f} × fewer misses with {C} slots a layer" for C in CACHES)
     sizes = [
         f"C={row.variant.capacity}, B={row.variant.budget:g} of N={g.config.model.n_experts}"
-        for g in (group, larger)
+        for g, _ in pairs
+        if g is not None
         for row in _like_recommended(g, alone=False)
     ]
     paragraphs = (
@@ -337,8 +348,8 @@ def _recommended(group: Group | None, smaller: Group | None, larger: Group | Non
         "access over T tokens. That needs a runtime that evicts the sibling; the LRU cache of the tables may load "
         "more.",
         "**What it costs**: two small gates in each layer; decoding remembers an average for each slot and expert, and "
-        f"who is in place ([time](performance.md)). {_beside_hash(point, group)}",
-        _or_fewer((group, smaller), (larger, group)),
+        f"who is in place ([time](performance.md)). {_beside_hash(key, *(g for g, _ in pairs))}",
+        _or_fewer(*pairs),
         "**For your device**: `--variant.capacity` is C = (memory − other weights) / (layers · bytes of an expert), "
         "and `--variant.budget` at most B = (seconds a token may take − compute) / (layers · seconds of a load), both "
         "from `stickymoe plan`. Train with the C of the device: with fewer slots little is left of it. Run so far: "
@@ -347,16 +358,19 @@ def _recommended(group: Group | None, smaller: Group | None, larger: Group | Non
     return "\n\n".join(filter(None, paragraphs)) + "\n"
 
 
-def _beside_hash(point: Point, group: Group) -> str:
+def _beside_hash(key: str, *groups: Group | None) -> str:
     """What is left of the hash alone, which is what most of the perplexity comes from."""
-    plain = group.find("hash")
-    change = plain.change(point.row) if plain is not None else None
-    if change is None or change.mean >= 0:
+    told = []
+    for group in groups:
+        ours, plain = (group.find(key), group.find("hash")) if group is not None else (None, None)
+        if group is None or ours is None or plain is None:
+            continue
+        by, of_vanilla = plain.change(ours), plain.change(group.baseline) if group.baseline is not None else None
+        if by is not None and of_vanilla is not None:
+            told.append(f"{_percent(by)} it and {_percent(of_vanilla)} vanilla{_where(group)} ({_seeds(by.n)})")
+    if not told:
         return ""
-    return (
-        f"Its low perplexity is that of the hash: `hash`, which saves no loads, is {_percent(change)} it, and how long "
-        "a hash stays ahead of learned gates in a longer training is not known."
-    )
+    return f"Its low perplexity is that of the hash: `hash`, which saves no loads, is {'; '.join(told)}."
 
 
 def _or_fewer(*pairs: tuple[Group | None, Group | None]) -> str:
@@ -367,7 +381,7 @@ def _or_fewer(*pairs: tuple[Group | None, Group | None]) -> str:
         change = alone[0].change(ours[0]) if ours and alone else None
         if group is not None and smaller is not None and change is not None:
             few, many = smaller.config.model.n_experts, group.config.model.n_experts
-            told.append(f"N={few} is {_percent(change)} N={many} in {few} slots ({_seeds(change.n)})")
+            told.append(f"N={few} is {_percent(change)} N={many} in {few} slots{_where(group)} ({_seeds(change.n)})")
             better.append(change.mean < 0)
     if not told:
         return ""
