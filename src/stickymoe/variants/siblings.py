@@ -44,7 +44,7 @@ class SiblingsVariant(Routed):
     equation: ClassVar[str] = (
         "ℓ_i = a_c(smooth_d h) [+ e_c(h)] + b_i(smooth_s h), c = i mod C;  S_t = top-k [or hash(token, layer)] of "
         "R_t, one of each c, who changes if q_in > q_out + ρ, q = g within c, at most B times a token;  "
-        "∇W → κ·mean of the family's + (1−κ)·own;  L = L_CE + μ·L_bal of families and of siblings"
+        "∇W → κ·mean of the family's + (1−κ)·own, κ = 1 until apart;  L = L_CE + μ·L_bal of families and of siblings"
     )
 
     capacity: int = hyper(3, "C")
