@@ -156,7 +156,7 @@ def _screened(group: Group | None, drawn: Path) -> str:
     rows = sorted((row for row in group.rows if row.mean("ppl") is not None), key=lambda row: row.mean("ppl") or 0.0)
     planned = configs(load_grid("frontier"), seeds=[42], flags=["--data.path", "text"], source="")
     missing = [f"`{run.variant.label}`" for run in planned if group.find(run.variant.key) is None]
-    title = "misses per access, all k experts, C=3 (lower is better)"
+    title = "misses per access, all slots, C=3 (log, lower is better)"
     chart = figures.pareto(group, f"{ALL_SLOTS}3", title, better="lower", misses=True)
     words = (
         f"{len(planned) - len(missing)} of the {len(planned)} rows of `stickymoe sweep frontier`: every method at "

@@ -86,6 +86,18 @@ def test_only_what_never_loads_again_is_a_line_beside_the_trade_off():
     assert lines_of(chart) == ["dense (no experts)", "trajectory span=0 (loads once)"]
 
 
+def test_of_two_rows_at_one_place_one_is_named():
+    def smooth(decay, ppl, hits):
+        return a_run({"name": "smooth", "decay": decay}, ppl=ppl, cache_hit_rate_all_c3=hits)
+
+    apart = [smooth(0.1, 98.0, 0.8), smooth(0.9, 108.0, 0.999)]
+    (group,) = grouped([a_run("vanilla"), *apart, smooth(0.7, 105.0, 0.97), smooth(0.71, 104.9, 0.9699)])
+    chart = figures.pareto(group, "cache_hit_rate_all_c3", "misses", better="lower", misses=True).to_dict()
+    texts = next(layer for layer in chart["layer"] if layer["encoding"].get("text", {}).get("field") == "label")
+    named = [point["label"] for point in chart["datasets"][texts["data"]["name"]]]
+    assert named == ["vanilla", "smooth d=0.9", "smooth d=0.7", "smooth d=0.1"]
+
+
 def test_a_mixture_that_the_cache_holds_is_a_line_at_what_its_best_row_keeps():
     (group,) = grouped(runs())
     few = {"model": {"n_experts": 3}}

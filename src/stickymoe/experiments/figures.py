@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import altair as alt
@@ -19,6 +19,7 @@ Points = list[dict[str, Any]]
 _INK, _MUTED = "#222", "#767676"
 _DASHES = ([1, 0], [6, 2], [2, 2], [8, 3, 2, 3], [1, 3], [4, 4])  # one for each policy there is
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
+_FEWEST = 1e-4  # misses: a log axis has no zero
 _MAX_CURVE = 50  # points of one curve; more cannot be told apart
 
 
@@ -61,14 +62,14 @@ def frontier(points: Points) -> Points:
 def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool = False) -> Chart | None:
     """Perplexity against a locality metric, the frontier drawn, the controls as lines.
 
-    `better` is the good direction of the axis, `lower` or `higher`; `misses` shows 1 − the metric.
+    `better` is the good direction of the axis, `lower` or `higher`; `misses` shows 1 − the metric, on a log axis.
     """
     points: Points = []
     for row in group.routed:
         x, ppl = row.metric(metric), row.metric("ppl")
         if x is None or ppl is None:
             continue
-        value = 1 - x.mean if misses else x.mean
+        value = max(1 - x.mean, _FEWEST) if misses else x.mean
         points.append(
             {
                 "label": row.label,
@@ -77,7 +78,7 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
                 "ppl": _round(ppl.mean),
                 "low": _round(ppl.mean - (ppl.sd or 0)),
                 "high": _round(ppl.mean + (ppl.sd or 0)),
-                "left": _round(value - (x.sd or 0)),
+                "left": _round(max(value - (x.sd or 0), _FEWEST) if misses else value - (x.sd or 0)),
                 "right": _round(value + (x.sd or 0)),
                 "seeds": ppl.n,
                 "cost": value if better == "lower" else -value,
@@ -85,7 +86,8 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
         )
     if not points:
         return None
-    at_x = alt.X("x:Q", title=title, scale=alt.Scale(zero=False, nice=True, padding=18))
+    spread = alt.Scale(type="log", nice=False, padding=18) if misses else alt.Scale(zero=False, nice=True, padding=18)
+    at_x = alt.X("x:Q", title=title, scale=spread)
     quality = "perplexity (lower is better)"
     at_y = alt.Y("ppl:Q", title=quality, scale=alt.Scale(zero=False, padding=18))
     base = alt.Chart(_values(points))
@@ -96,13 +98,14 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
         alt.Tooltip("seeds:Q"),
     ]
     best = frontier(points)
-    named = [p for p in points if p in best or p["label"] == "vanilla"]
+    named = [p for p in points if p["label"] == "vanilla"]
+    named += _legible([p for p in best if p not in named], math.log if misses else float)
     line = alt.Chart(_values(best)).mark_line(color=_MUTED, strokeDash=[5, 4], interpolate="step-after")
     layers = [
         line.encode(x=at_x, y=at_y, order="cost:Q"),
         base.mark_rule(color=_MUTED, opacity=0.6).encode(x=at_x, y=alt.Y("low:Q", title=quality), y2="high:Q"),
         base.mark_rule(color=_MUTED, opacity=0.6).encode(x=alt.X("left:Q", title=title), x2="right:Q", y=at_y),
-        *_controls(group),
+        *_controls(group, at_end=misses),
         base.mark_point(size=110, filled=True, opacity=1, stroke="white", strokeWidth=0.8).encode(
             x=at_x, y=at_y, tooltip=tooltip, **_style(_families(group.routed))
         ),
@@ -111,6 +114,19 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
         .encode(x=at_x, y=at_y, text="label:N"),
     ]
     return alt.layer(*layers).properties(width=460, height=340)
+
+
+def _legible(points: Points, scale: Callable[[float], float]) -> Points:
+    """Those whose names fit beside each other: of two at nearly one place the one that costs less."""
+    if not points:
+        return []
+    xs, ys = [scale(p["x"]) for p in points], [p["ppl"] for p in points]
+    wide, high = 0.12 * (max(xs) - min(xs)), 0.03 * (max(ys) - min(ys))
+    kept: Points = []
+    for p in sorted(points, key=lambda p: p["cost"]):
+        if all(abs(scale(p["x"]) - scale(q["x"])) > wide or abs(p["ppl"] - q["ppl"]) > high for q in kept):
+            kept.append(p)
+    return kept
 
 
 def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> Chart | None:
@@ -127,7 +143,7 @@ def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> C
         {
             "label": p.row.label,
             "of": "the paper" if of_the_paper(p.row) else "vanilla" if p.row is group.baseline else "past the paper",
-            "misses": _round(max(p.misses[capacity].mean, 1e-4)),
+            "misses": _round(max(p.misses[capacity].mean, _FEWEST)),
             "kept": _round(100 * p.kept.mean),
             "seeds": p.kept.n,
             "best": p in unbeaten,
@@ -173,7 +189,7 @@ def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> C
     ).properties(width=560, height=340)
 
 
-def _controls(group: Group) -> list[Chart]:
+def _controls(group: Group, *, at_end: bool) -> list[Chart]:
     """What costs no misses at all, as lines to hold a trade-off against."""
     points = [
         {"ppl": _round(ppl), "name": f"{row.label} ({why})"}
@@ -181,16 +197,19 @@ def _controls(group: Group) -> list[Chart]:
         for row in group.complete
         if row.variant.key == key and (ppl := row.mean("ppl")) is not None
     ]
-    return _levels(points, "ppl", [alt.Tooltip("ppl:Q", title="PPL")])
+    return _levels(points, "ppl", [alt.Tooltip("ppl:Q", title="PPL")], at_end=at_end, below=at_end)
 
 
-def _levels(points: Points, field: str, tooltip: Sequence[str | alt.Tooltip], *, at_end: bool = False) -> list[Chart]:
-    """Lines across a chart, each with its `name` at its start or end; none for no points."""
+def _levels(
+    points: Points, field: str, tooltip: Sequence[str | alt.Tooltip], *, at_end: bool, below: bool = False
+) -> list[Chart]:
+    """Lines across a chart, each with its `name` at its start or end, above or below; none for no points."""
     if not points:
         return []
     base = alt.Chart(_values(points)).encode(y=f"{field}:Q")
     rule = base.mark_rule(color=_INK, strokeDash=[2, 3]).encode(tooltip=["name:N", *tooltip])
-    name = base.mark_text(align="right" if at_end else "left", dx=-4 if at_end else 4, dy=-5, fontSize=10, color=_INK)
+    side: dict[str, Any] = {"align": "right", "dx": -4} if at_end else {"align": "left", "dx": 4}
+    name = base.mark_text(**side, dy=9 if below else -5, fontSize=10, color=_INK)
     return [rule, name.encode(x=alt.value("width" if at_end else 0), text="name:N")]
 
 

@@ -137,7 +137,7 @@ def _drawings(name: str, group: Group) -> list[Drawing]:
         ),
     ]
     for C in capacities(group.rows):
-        axis = f"misses per access, all slots, C={C} (lower is better)"
+        axis = f"misses per access, all slots, C={C} (log, lower is better)"
         wanted.append(
             (
                 f"pareto-misses-c{C}",
