@@ -387,7 +387,7 @@ def rent(logits, k, capacity, price, doc=None):
         g = softmax(logits[t])
         if start:
             R = set(top_k(g, min(capacity, N)))
-            missed, last_use = [0.0] * N, [t - 1] * N
+            missed, last_use = [0.0] * N, [(t - 1, 0)] * N
         else:
             R = set(residents[-1])
             least = g[by_weight(logits[t], R)[k - 1]]
@@ -403,8 +403,8 @@ def rent(logits, k, capacity, price, doc=None):
                     missed[best] = missed[oldest] = 0.0
         residents.append(R)
         S.append(by_weight(logits[t], R)[:k])
-        for e in S[-1]:
-            last_use[e] = t
+        for heavier, e in enumerate(S[-1]):
+            last_use[e] = (t, -heavier)
     return S, residents
 
 

@@ -159,7 +159,16 @@ def test_rent_is_that_of_the_reference(case, room, price):
 @given(case=windowed_logits(), room=st.integers(0, 2), price=st.sampled_from([0.0, 0.3]))
 def test_an_lru_cache_loads_no_more_than_what_moves_in_for_rent(case, room, price):
     logits, k, x = case
-    capacity = min(k + room, logits.shape[-1])
+    assert_lru_loads_no_more(logits, k, x, min(k + room, logits.shape[-1]), price)
+
+
+@pytest.mark.parametrize(("k", "capacity", "n_experts"), [(2, 4, 8), (2, 4, 16), (3, 6, 10)])
+def test_so_it_is_where_several_residents_were_last_used_at_one_token(k, capacity, n_experts):
+    logits = torch.randn(10, 100, n_experts, generator=torch.Generator().manual_seed(0)).double()
+    assert_lru_loads_no_more(logits, k, router_input(np.random.default_rng(0), 10, 100), capacity, 0.3)
+
+
+def assert_lru_loads_no_more(logits, k, x, capacity, price):
     _, S, _ = Rent(capacity=capacity, price=price)(logits, k, x, {})
     for b in range(len(logits)):
         doc = doc_of(x, b)

@@ -312,7 +312,10 @@ def siblings(
 
 @njit(cache=True)
 def rent(g: Any, position: Any, missed: Any, unused: Any, resident: Any, capacity: int, price: float, S: Any) -> None:
-    """S = the k heaviest residents; the state [B, N] (weight missed, tokens unused, who is resident) is updated."""
+    """S = the k heaviest residents; the state [B, N] (weight missed, slots unused, who is resident) is updated.
+
+    Of a resident `unused` counts k for each token since its last use, and the heavier experts of that token.
+    """
     B, T, N = g.shape
     k = S.shape[2]
     left = np.empty(N, np.bool_)
@@ -342,11 +345,10 @@ def rent(g: Any, position: Any, missed: Any, unused: Any, resident: Any, capacit
                 if entering >= 0 and missed[b, entering] > price:
                     here[entering], here[leaving] = True, False
                     missed[b, entering], missed[b, leaving] = 0.0, 0.0
-                    unused[b, entering] = 0
                     _heaviest(g[b, t], here, left, S[b, t])
-            unused[b] += 1
+            unused[b] += k
             for slot in range(k):
-                unused[b, S[b, t, slot]] = 0
+                unused[b, S[b, t, slot]] = slot
 
 
 @njit(cache=True)

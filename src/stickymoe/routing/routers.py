@@ -39,8 +39,8 @@ class RouterInput:
     `h` is the normalised hidden state the experts get, `attended` the attended values before the output projection
     of the preceding attention, `tokens` are ids and `position` places in the document, arrays as compiled loops read
     them. `doc` is None for a flat stream. `boundary` marks the first token of a sentence or paragraph, where that is
-    known. `done` is the share of training that is over, for routers that grow stricter; it is 1 wherever nothing
-    trains.
+    known. `done` is the share of the training phase that is over, for routers that grow stricter; it is 1 wherever
+    nothing trains.
     """
 
     h: Float[Tensor, "B T d"]

@@ -243,9 +243,9 @@ class Rent(_Resident):
     """S_t = top-k of g_t among C residents; an outsider moves in when the weight it missed adds up to the price θ.
 
     What an outsider misses at a token is what its g has above the least of the k chosen. It moves in where it is
-    chosen at once, of several the one that missed most, and the resident that was chosen longest ago goes (of equals
-    the least g, the highest index): so an LRU cache of C loads no more than what moves in. At the start of a document
-    the top-C move in. g = softmax(ℓ). Inertia grows with θ from 0.
+    chosen at once, of several the one that missed most, and the resident that was chosen longest ago goes (of one
+    token's the lightest, of those never chosen the least g, the highest index): so an LRU cache of C loads no more than
+    what moves in. At the start of a document the top-C move in. g = softmax(ℓ). Inertia grows with θ from 0.
     """
 
     price: float

@@ -59,9 +59,11 @@ def run_id(config: RunConfig, data_fingerprint: str) -> str:
 def _numerics(config: RunConfig) -> int:
     """The version of a run's numbers: the common one, raised for runs that alone came to give others."""
     variant, N = config.as_dict()["variant"], config.model.pool_size
-    if "siblings" in variant["name"].split("+") and variant["hashed"] and N % min(variant["capacity"], N):
-        return NUMERICS_VERSION + 1  # slots by hash follow the size of families
-    return NUMERICS_VERSION
+    parts = variant["name"].split("+")
+    # Slots by hash follow the size of families; of tenants last used at one token the lightest goes.
+    by_size = "siblings" in parts and variant["hashed"] and N % min(variant["capacity"], N)
+    by_weight = "rent" in parts and variant["capacity"] - config.model.top_k >= 2
+    return NUMERICS_VERSION + 1 if by_size or by_weight else NUMERICS_VERSION
 
 
 def _names_a_run(key: tuple[str, str], value: Any) -> bool:
