@@ -86,9 +86,16 @@ def test_siblings_stay_one_until_they_are_let_apart():
     assert not torch.equal(family, family[:1].expand_as(family))
 
 
-def test_strangers_cannot_be_one_at_first():
-    with pytest.raises(ConfigError, match="variant.apart"):
-        model_of(kin=0.0, apart=0.5)
+@pytest.mark.parametrize(("kin", "apart"), [(0.0, 0.5), (1.0, 0.5), (0.5, 1.0), (0.5, -0.1)])
+def test_siblings_that_never_part_are_not_told_when_to(kin, apart):
+    with pytest.raises(ConfigError, match=r"variant\.apart"):
+        model_of(kin=kin, apart=apart)
+
+
+def test_an_expert_with_a_slot_of_its_own_shares_no_gradient():
+    alone, kin = (Experts(4, 8, 8, families=Families(C, 0.9)) for C in (4, 3))
+    assert alone.families is None
+    assert kin.families is not None
 
 
 def test_siblings_keep_their_families_and_balance_in_company():

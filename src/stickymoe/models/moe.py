@@ -30,14 +30,15 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(n_experts, d_model, d_ff))
         self.down_bias = nn.Parameter(torch.empty(n_experts, d_model))
         self.fast = fast
-        self.families = families
+        kin = families is not None and families.capacity < n_experts  # with a slot for each, all are alone
+        self.families = families if kin else None
 
     def forward(
         self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"], done: float = 1.0
     ) -> Float[Tensor, "n d"]:
         """eq:moe_output, on the fast path or the plain one; both give the same, up to rounding.
 
-        `done` is the share of training that is over, by which families share gradients.
+        `done` is the share of the training phase that is over, by which families share gradients.
         """
         weights: list[Tensor] = [self.up, self.up_bias, self.down, self.down_bias]
         if self.families is not None and torch.is_grad_enabled():

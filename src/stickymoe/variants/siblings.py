@@ -65,9 +65,9 @@ class SiblingsVariant(Routed):
         require_share("fast", self.fast, below_one=True)
         require_share("slow", self.slow, below_one=True)
         require_share("kin", self.kin)
-        require_share("apart", self.apart)
-        strangers = self.apart and not self.kin
-        require(not strangers, "variant.apart", self.apart, "0 where variant.kin is 0: strangers never are one")
+        require_share("apart", self.apart, below_one=True)
+        parting = not self.apart or 0 < self.kin < 1
+        require(parting, "variant.apart", self.apart, "0 where variant.kin is 0 (never one) or 1 (always one)")
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
         super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
