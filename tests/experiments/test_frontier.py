@@ -69,6 +69,9 @@ def test_which_of_ours_beats_the_papers_rows():
         label: None if by is None else by.row.variant.name
         for label, by in frontier.dominators(frontier.points(group), 2).items()
     } == {"soft λ=0.1": "smooth", "soft λ=0.01": None}
+    appendix = [a_run(name, ppl=90.0, cache_hit_rate_all_c2=0.99) for name in ("hash", "trajectory", "cross_layer")]
+    (named_by_it,) = grouped([a_run("vanilla"), a_run("dense", ppl=110.0), a_run("soft", ppl=105.0), *appendix])
+    assert frontier.dominators(frontier.points(named_by_it), 2) == {"soft λ=0.1": None}, "the paper's own bounds"
     nearest = frontier.nearest(frontier.points(group), 3)
     assert nearest is not None
     assert nearest.row.variant.name == "residency"
@@ -114,9 +117,10 @@ def test_a_mixture_that_the_cache_holds_is_a_line_at_what_its_best_row_keeps():
 
 
 def test_surely_solved_takes_three_seeds_and_the_whole_interval():
-    def sure(*shifts):
+    def sure(*shifts, off=0.0):
         again = [
-            a_run("residency", seed=40 + i, ppl=101.5 + x, cache_hit_rate_all_c3=0.98) for i, x in enumerate(shifts)
+            a_run("residency", seed=40 + i, ppl=101.5 + x, cache_hit_rate_all_c3=0.98 - off * x)
+            for i, x in enumerate(shifts)
         ]
         controls = [run for i in range(len(shifts)) for run in runs(40 + i) if run.config.variant.name != "residency"]
         (group,) = grouped([*controls, *again])
@@ -128,6 +132,7 @@ def test_surely_solved_takes_three_seeds_and_the_whole_interval():
     assert not sure(0.0), "one seed"
     assert not sure(0.0, 0.01), "two"
     assert not sure(0.0, 1.0, -1.0), "0.85 ± 0.25"
+    assert not sure(0.0, 0.01, -0.01, off=0.5), "12.7 ± 8 times fewer"
 
 
 def test_without_a_common_seed_there_is_no_gain_to_share():

@@ -9,7 +9,7 @@ from typing import Any
 import altair as alt
 
 from stickymoe.experiments.collection import Group, Row
-from stickymoe.experiments.frontier import FEWER, KEPT, best, fitting, of_the_paper, points
+from stickymoe.experiments.frontier import FEWER, KEPT, best, fitting, origin, points
 from stickymoe.experiments.ribbon import PALETTE
 from stickymoe.experiments.tables import ALL_SLOTS, capacities
 
@@ -142,7 +142,7 @@ def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> C
     shown: Points = [
         {
             "label": p.row.label,
-            "of": "the paper" if of_the_paper(p.row) else "vanilla" if p.row is group.baseline else "past the paper",
+            "of": origin(p.row),
             "misses": _round(max(p.misses[capacity].mean, _FEWEST)),
             "kept": _round(100 * p.kept.mean),
             "seeds": p.kept.n,
@@ -166,6 +166,7 @@ def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> C
     marks = {
         "past the paper": (PALETTE[0], "circle"),
         "the paper": (PALETTE[1], "square"),
+        "its appendix": (PALETTE[3], "triangle-up"),
         "vanilla": (_INK, "diamond"),
     }
     whose = [name for name in marks if any(p["of"] == name for p in shown)]

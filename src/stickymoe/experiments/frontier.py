@@ -78,9 +78,10 @@ class Point:
         return self.kept.mean >= KEPT and self.fewer[capacity].mean >= FEWER and self.even
 
     def surely_solves(self, capacity: int) -> bool:
-        """Over three seeds or more, with the whole 95 % interval of the gain it keeps above the target."""
-        half = interval(self.kept)
-        return self.solves(capacity) and half is not None and self.kept.n >= 3 and self.kept.mean - half >= KEPT
+        """Over three seeds or more, with the whole 95 % intervals of what it keeps and of its misses in the target."""
+        goals = ((self.kept, KEPT), (self.fewer[capacity], FEWER))
+        beyond = (v.n >= 3 and v.mean - (interval(v) or 0.0) >= goal for v, goal in goals)
+        return self.solves(capacity) and all(beyond)
 
 
 def interval(value: Value) -> float | None:
@@ -180,10 +181,14 @@ def kept_table(group: Group, *, name: str = "kept", caption: str = "") -> Table 
     return Table(name, caption, headings, tuple(lines))
 
 
-def of_the_paper(row: Row) -> bool:
-    """Whether it is of the paper's table; vanilla is the baseline, and dense is not the paper's."""
-    names = {settings["variant"]["name"] for settings in PAPER_ROWS} - {"vanilla", "dense"}
-    return row.variant.name in names
+def origin(row: Row) -> str:
+    """Whose method it is: vanilla's, the paper's by its table, named in its appendix, or past it."""
+    name = row.variant.name
+    if name == "vanilla":
+        return name
+    if name in {settings["variant"]["name"] for settings in PAPER_ROWS}:
+        return "the paper"
+    return "its appendix" if name in ("cross_layer", "hash", "trajectory") else "past the paper"
 
 
 def dominators(found: Sequence[Point], capacity: int) -> dict[str, Point | None]:
@@ -191,7 +196,7 @@ def dominators(found: Sequence[Point], capacity: int) -> dict[str, Point | None]
 
     Of several the one with most seeds in common, then the one that keeps most.
     """
-    ours = [point for point in found if not of_the_paper(point.row) and point.row.variant.name != "vanilla"]
+    ours = [point for point in found if origin(point.row) == "past the paper"]
     return {
         point.row.label: max(
             (other for other in ours if other.surely_beats(point, capacity)),
@@ -199,7 +204,7 @@ def dominators(found: Sequence[Point], capacity: int) -> dict[str, Point | None]
             default=None,
         )
         for point in found
-        if of_the_paper(point.row) and not point.row.ablation
+        if origin(point.row) == "the paper" and not point.row.ablation
     }
 
 
