@@ -191,13 +191,14 @@ def _targets(*groups: tuple[Group | None, int, Group | None]) -> str:
         if group is None or len(found) < 2:  # nothing beside vanilla
             continue
         solved = [p for p in found if C in p.fewer and p.solves(C)]
+        solved.sort(key=lambda p: not p.surely_solves(C))
         near = frontier.nearest([p for p in found if p.row is not group.baseline], C)
         where = f"N={group.config.model.n_experts}, C={C}{_where(group)}"
         if solved:
             enough = [p for p in found if C in p.fewer and p.kept.mean >= KEPT and p.fewer[C].mean >= FEWER]
             uneven = "; ".join(_told(p, C) for p in enough if not p.even)
             one = ", with one seed" if all(p.kept.n == 1 for p in solved) else " by the mean, not beyond chance"
-            reached = f"reached{'' if any(p.surely_solves(C) for p in solved) else one}"
+            reached = f"reached{'' if solved[0].surely_solves(C) else one}"
             lines.append(
                 f"- **{where}: {reached}** by {'; '.join(_told(p, C) for p in solved)}."
                 + (f" Not used evenly: {uneven}." if uneven else "")
@@ -300,8 +301,9 @@ LESSONS = (
         "three, and N=16 in four slots is no better than a mixture of four, and those load nothing. With `token` the "
         "gate of the slots reads the token beside the average, which helps it as it helps two_speed. With `hashed` a "
         "hash of the token says which slots it uses, and the gate only weighs them: slots are apart from the first "
-        "step on, and the slow gate has nothing to learn but who is in them. With κ=1 siblings stay one expert, which "
-        "is a mixture of C: that is what learning apart must beat ([does it?](#the-recommendation)).",
+        "step on, and the slow gate has nothing to learn but who is in them. Being one for half of training (`apart`), "
+        "and then sharing less, was no better over the common seed. What learning apart must beat is as many experts "
+        "as slots ([does it?](#the-recommendation)).",
     ),
     (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
     (
