@@ -121,7 +121,7 @@ def _legible(points: Points, scale: Callable[[float], float]) -> Points:
     if not points:
         return []
     xs, ys = [scale(p["x"]) for p in points], [p["ppl"] for p in points]
-    wide, high = 0.12 * (max(xs) - min(xs)), 0.03 * (max(ys) - min(ys))
+    wide, high = 0.12 * (max(xs) - min(xs)), 0.045 * (max(ys) - min(ys))
     kept: Points = []
     for p in sorted(points, key=lambda p: p["cost"]):
         if all(abs(scale(p["x"]) - scale(q["x"])) > wide or abs(p["ppl"] - q["ppl"]) > high for q in kept):
