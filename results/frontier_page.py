@@ -45,16 +45,14 @@ def page(collection: Collection, drawn: Path) -> str:
     whole = find(steps=1000, experts=4, corpus="wikitext-2")
     screen = find(steps=300, experts=4, corpus="wikitext-2")
     sixteen = find(steps=1000, experts=16, corpus="wikitext-2")
-    longer, three_longer, sixteen_longer = find_longer(4), find_longer(3), find_longer(16)
+    longer, three_longer = find_longer(4), find_longer(3)
     factbook = find(experts=4, corpus="factbook")
     three = find(steps=1000, experts=3, corpus="wikitext-2")
     sections = {
         "Against the targets": _targets(
             (whole, 3, three), (sixteen, 4, whole), (longer, 3, three_longer), (factbook, 3, None)
         ),
-        "The recommendation": _recommended(
-            (whole, three), (sixteen, whole), (longer, three_longer), (sixteen_longer, longer)
-        ),
+        "The recommendation": _recommended((whole, three), (sixteen, whole), (longer, three_longer)),
         "The frontier": _compared(whole, drawn, "small", CACHES, three) + _on_the_papers_axes(whole, drawn),
         "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
         "Or simply fewer experts?": _fits(whole, three, 3) + _fits(sixteen, whole, 4),
