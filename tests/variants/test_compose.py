@@ -152,6 +152,11 @@ def test_a_weight_rises_and_differs_between_layers():
         ("graded+soft", ["--variant.layers=[1,2,3]"], r"variant.layers: got \(1.0, 2.0, 3.0\), expected 2 factors"),
         ("residency", ["--variant.capacity=1"], "variant.capacity: got 1, expected at least the 2 experts"),
         ("cache_loss", ["--variant.slots=1"], "variant.slots: got 1, expected at least the 2 experts"),
+        *(
+            (name, ["--variant.capacity=5"], "variant.capacity: got 5, expected at most the 4 experts")
+            for name in ("residency", "rent", "siblings")
+        ),
+        ("cache_loss", ["--variant.slots=99"], "variant.slots: got 99, expected at most the 4 experts"),
         ("grouped+smooth", ["--variant.groups=5"], "variant.groups: got 5, expected at most the 4 experts"),
     ],
 )

@@ -225,8 +225,8 @@ def test_config_round_trip(name):
 
 
 LIMITS = {
-    "capacity": (SIZES.top_k, 64),
-    "slots": (SIZES.top_k, 64),
+    "capacity": (SIZES.top_k, SIZES.n_experts),
+    "slots": (SIZES.top_k, SIZES.n_experts),
     "groups": (1, SIZES.n_experts),
     "pinned": (1, SIZES.top_k - 1),
     "free": (0, 0.5),

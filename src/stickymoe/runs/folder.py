@@ -61,7 +61,7 @@ def _numerics(config: RunConfig) -> int:
     variant, N = config.as_dict()["variant"], config.model.pool_size
     parts = variant["name"].split("+")
     # Slots by hash follow the size of families; of tenants last used at one token the lightest goes.
-    by_size = "siblings" in parts and variant["hashed"] and N % min(variant["capacity"], N)
+    by_size = "siblings" in parts and variant["hashed"] and N % variant["capacity"]
     by_weight = "rent" in parts and variant["capacity"] - config.model.top_k >= 2
     return NUMERICS_VERSION + 1 if by_size or by_weight else NUMERICS_VERSION
 

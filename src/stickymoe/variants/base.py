@@ -209,6 +209,12 @@ def require_window(key: str, value: int) -> None:
     require(type(value) is int and value >= 1, f"variant.{key}", value, "a whole number ≥ 1")
 
 
+def require_slots(key: str, value: int, *, n_experts: int, top_k: int) -> None:
+    """A cache that holds the experts of a token, and no more than there are."""
+    require(value >= top_k, f"variant.{key}", value, f"at least the {top_k} experts of a token")
+    require(value <= n_experts, f"variant.{key}", value, f"at most the {n_experts} experts there are to choose from")
+
+
 def require_share(key: str, value: float, *, below_one: bool = False) -> None:
     ok = isinstance(value, int | float) and 0 <= value <= 1 and not (below_one and value == 1)
     require(ok, f"variant.{key}", value, f"a number in [0, 1{')' if below_one else ']'}")

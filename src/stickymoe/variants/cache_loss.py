@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stickymoe.errors import require
-from stickymoe.variants.base import Routed, Term, hyper, register, require_weight, require_window
+from stickymoe.variants.base import Routed, Term, hyper, register, require_slots, require_weight, require_window
 
 
 @register
@@ -31,7 +30,7 @@ class CacheLoss(Routed):
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
         super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
-        require(self.slots >= top_k, "variant.slots", self.slots, f"at least the {top_k} experts of a token")
+        require_slots("slots", self.slots, n_experts=n_experts, top_k=top_k)
 
     def terms(self) -> tuple[Term, ...]:
         from stickymoe.routing.losses import expected_misses_by_layer

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from stickymoe.errors import require
-from stickymoe.variants.base import Routed, hyper, require_share, require_window
+from stickymoe.variants.base import Routed, hyper, require_share, require_slots, require_window
 
 
 @dataclass(frozen=True)
@@ -30,4 +30,4 @@ class Resident(Routed):
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
         super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
-        require(self.capacity >= top_k, "variant.capacity", self.capacity, f"at least the {top_k} experts of a token")
+        require_slots("capacity", self.capacity, n_experts=n_experts, top_k=top_k)

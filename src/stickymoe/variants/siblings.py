@@ -12,6 +12,7 @@ from stickymoe.variants.base import (
     hyper,
     register,
     require_share,
+    require_slots,
     require_weight,
     require_window,
 )
@@ -71,7 +72,7 @@ class SiblingsVariant(Routed):
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
         super().require_fit(n_layers=n_layers, n_experts=n_experts, top_k=top_k)
-        require(self.capacity >= top_k, "variant.capacity", self.capacity, f"at least the {top_k} experts of a token")
+        require_slots("capacity", self.capacity, n_experts=n_experts, top_k=top_k)
 
     @property
     def families(self) -> Families | None:
