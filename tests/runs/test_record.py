@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -86,6 +87,15 @@ class TestDamage:
         del values[key]
         file.write_text(json.dumps(values))
         with pytest.raises(RunError, match=r"record\.json is damaged"):
+            RunRecord.read(file)
+
+    @pytest.mark.parametrize(
+        "metrics", [{"ppl": math.nan}, {"ppl": -5.0}, {"ppl": 0}, {"ppl": 9.0, "ce": math.inf}, {}]
+    )
+    def test_figures_that_no_complete_run_has(self, file: Path, metrics: dict[str, float]) -> None:
+        change = {"status": "complete", "metrics": metrics}
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        with pytest.raises(RunError, match=r"record\.json is damaged: .* expected"):
             RunRecord.read(file)
 
     @pytest.mark.parametrize("change", [{"extra": 1}, {"schema": 99}, {"schema": "1"}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -62,8 +63,11 @@ class RunRecord:
                 raise RunError(f"{path} is damaged: data has no {name}.")
         layers = [value for values in self.per_layer.values() for value in values]
         for value in [*self.metrics.values(), *layers]:
-            if value is not None and not isinstance(value, int | float):
+            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
                 raise RunError(f"{path} is damaged: got {value!r} among the metrics, expected numbers.")
+        ppl = self.metrics.get("ppl")
+        if self.status == "complete" and (ppl is None or ppl <= 0):
+            raise RunError(f"{path} is damaged: a complete run with perplexity {ppl}, expected a number > 0.")
 
 
 def earlier_run(folder: RunFolder, record: RunRecord, *, resume: bool) -> RunRecord | None:
