@@ -66,6 +66,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # The router to take: docs/frontier.md says what it buys and costs.
 RECOMMENDED: dict[str, Any] = {"name": "siblings", "token": True, "hashed": True}
+RECOMMENDED_SIZES: dict[str, dict[str, Any]] = {"cpu-16": {"capacity": 4, "budget": 0.1}}  # where others were tried
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 
 from stickymoe.errors import ConfigError, unknown
 from stickymoe.runs.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
-from stickymoe.runs.presets import RECOMMENDED
+from stickymoe.runs.presets import RECOMMENDED, RECOMMENDED_SIZES
 from stickymoe.runs.presets import preset as preset_settings
 from stickymoe.variants import variant_class, variant_names
 
@@ -38,7 +38,7 @@ def read_config(
         if variant is not None or "variant" in settings:
             given = variant or _variant_in(settings)
             raise ConfigError(f"--recommended chooses the variant: got '{given}' too, leave one of them out.")
-        settings["variant"] = dict(RECOMMENDED)
+        settings["variant"] = RECOMMENDED | RECOMMENDED_SIZES.get(preset or settings.get("preset", ""), {})
     elif variant is not None and variant_class(variant) is not variant_class(_variant_in(settings)):
         settings.pop("variant", None)  # the file's hyper-parameters are another variant's
         settings["variant"] = {"name": variant}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -43,6 +44,8 @@ def evaluate_run(
             f"{folder.config} is not the config that {run} was trained with (run id {record.run_id}): it was altered "
             "since, or this version computes such runs differently. Train it again."
         )
+    if record.status != "complete":
+        logging.getLogger(__name__).warning("%s is %s, measured at %s", run, record.status, chosen.name)
     accelerator = make_accelerator(config)
     model = build_model(config, data.vocab_size)
     load_model(chosen, model)
