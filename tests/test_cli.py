@@ -121,10 +121,22 @@ def printed_config(capsys: pytest.CaptureFixture[str], *args: str | Path) -> dic
 
 class TestRecommended:
     def test_is_a_variant_with_its_settings_and_flags_over_them(self, capsys: pytest.CaptureFixture[str]) -> None:
-        config = printed_config(capsys, "--recommended", "--preset", "cpu-16", "--variant.budget", "0.5")
+        config = printed_config(capsys, "--recommended", "--preset", "cpu-small", "--variant.budget", "0.5")
         assert config["variant"] == {**printed_config(capsys, "--recommended")["variant"], "budget": 0.5}
         assert config["variant"].items() >= {**RECOMMENDED, "budget": 0.5}.items()
-        assert config["model"]["n_experts"] == 16
+
+    def test_has_the_slots_and_loads_that_were_tried_with_a_preset(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        file = tmp_path / "c.yaml"
+        file.write_text("preset: cpu-16\n")
+        for chosen in (["--preset", "cpu-16"], ["--config", file]):
+            config = printed_config(capsys, "--recommended", *chosen, "--variant.budget", "0.2")
+            assert config["variant"].items() >= {**RECOMMENDED, "capacity": 4, "budget": 0.2}.items()
+            assert config["model"]["n_experts"] == 16
+
+    def test_is_not_what_nothing_asks_for(self, refused: Refused) -> None:
+        refused("train", match=r"Nothing says what to train: try --preset tiny \(seconds\), or see")
 
     def test_leaves_no_doubt_which_variant_is_meant(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         file = tmp_path / "c.yaml"
@@ -622,9 +634,10 @@ class TestEval:
         assert contents(finished) == before
 
     def test_of_an_unfinished_run_says_what_is_measured(
-        self, stopped: Path, capsys: pytest.CaptureFixture[str]
+        self, stopped: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
     ) -> None:
         assert main(["eval", str(stopped), "--checkpoint", "step-000003"]) == 0
+        assert caplog.messages == [f"{stopped} is interrupted, measured at step-000003"]
         earlier = capsys.readouterr().out
         assert main(["eval", str(stopped)]) == 0
         assert capsys.readouterr().out != earlier

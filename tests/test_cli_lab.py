@@ -188,6 +188,52 @@ def test_refused_in_one_line(argv, says, made, capsys, tmp_path):
     assert "Traceback" not in out + err
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["trace", "make", "TRACE"], r"trace holds a trace, which would be overwritten\. Choose another folder"),
+        (["trace", "make", "RUN/routes"], r"holds a trace, which would be overwritten"),
+        (["trace", "make", "RUN"], r"holds a run, which would be overwritten"),
+        (["trace", "make", "RUN/new"], r"holds a run, which would be overwritten"),
+        (["trace", "convert", "TRACE/S.npy", "TRACE"], r"holds a trace, which would be overwritten"),
+        (["simulate", "TRACE", "--json", "RUN/record.json"], r"record\.json would be among the files of a run"),
+        (["device", "rtx-4090", "--out", "RUN/config.yaml"], r"config\.yaml would be among the files of a run"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_nothing_that_is_there_is_overwritten(argv, says, made, capsys, tmp_path):
+    run = write(a_run("soft"), tmp_path, words=("one",))
+    before = {file: file.read_bytes() for folder in (made, run) for file in folder.rglob("*") if file.is_file()}
+    assert main([a.replace("TRACE", str(made)).replace("RUN", str(run)) for a in argv]) == 2
+    assert re.search(says, capsys.readouterr().err)
+    after = {file: file.read_bytes() for folder in (made, run) for file in folder.rglob("*") if file.is_file()}
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        (a_run("dense"), r"a dense model has no experts, so nothing is routed"),
+        (a_run("soft", status="interrupted"), r"the run is interrupted.*stickymoe train --resume --out \S+ goes on"),
+    ],
+)
+def test_a_run_without_routes_says_why(run, says, capsys, tmp_path):
+    assert main(["simulate", str(write(run, tmp_path))]) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_plan_tells_the_loads_that_a_speed_leaves_time_for(made, capsys, tmp_path):
+    device = tmp_path / "slow.yaml"
+    device.write_text("name: slow\nfast_memory: 1GB\nload_bandwidth: 1GB\nload_latency_ms: 1\ncompute_bandwidth: 1GB\n")
+    asked = ["plan", made, "--device", device, "--expert_bytes", "1MB"]
+    told = "an expert is 1 MB and loads in 2 ms; a token computes for 4 ms"  # 2 layers, 2 experts a token
+    assert f"{told}\n" in said(capsys, *asked)
+    assert f"{told}: 100 tokens/s leave time for 1.5 loads per token and layer\n" in said(
+        capsys, *asked, "--tokens_per_s", 100
+    )
+    assert f"{told}: 1,000 tokens/s leave no time for loads\n" in said(capsys, *asked, "--tokens_per_s", 1000)
+
+
 def test_a_truncated_trace_is_refused(made, capsys, tmp_path):
     broken = tmp_path / "broken"
     save_table(load_table(made), broken)

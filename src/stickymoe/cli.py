@@ -85,6 +85,8 @@ def _require_settings(parser: _Parser, flags: list[str]) -> None:
 def _train(argv: list[str]) -> None:
     from stickymoe.runs.presets import PRESETS, RECOMMENDED
 
+    if not argv:
+        raise StickyError("Nothing says what to train: try --preset tiny (seconds), or see stickymoe train --help.")
     parser = _parser("train", "Train one variant into a run folder.")
     options = parser.add_argument_group("run")
     options.add_argument("-h", "--help", action="store_true", help="show this help and exit")
@@ -385,6 +387,7 @@ def _simulate(argv: list[str]) -> None:
 
     from stickymoe.experiments import lab
 
+    _require_outside_runs(args.json)
     asked = _access(args, top1=args.top1, prefetch=args.prefetch)
     policies = lab.default_policies(asked) if args.policy is None else _names(args.policy)
     whole = args.capacity == "all"
@@ -452,7 +455,7 @@ def _plan(argv: list[str]) -> None:
         points = lab.plan_points(
             trace, device, weights, policies=_names(args.policy), access=access, chosen=args.chosen
         )
-        lines.append(lab.weights_note(trace, weights, other))
+        lines += [lab.weights_note(trace, weights, other), lab.loads_note(trace, device, weights, budget)]
         if len(traces) > 1 and speed is None:
             points = lab.useful(points, lab.least_useful(trace.table, access))
         answers.append(lab.answer(points, budget))
@@ -489,6 +492,7 @@ def _device(argv: list[str]) -> None:
 
     from stickymoe.locality.devices import as_yaml, device_names, load_device, measure_device
 
+    _require_outside_runs(args.out)
     if args.list:
         for name in device_names():
             print(f"{name}  {load_device(name).name}")
@@ -524,6 +528,7 @@ def _trace_convert(argv: list[str]) -> None:
     from stickymoe.locality.foreign import read_foreign
     from stickymoe.locality.formats import save_table
 
+    _require_new_trace(args.out)
     table = read_foreign(args.source, args.format)
     save_table(table, args.out)
     L, B, T, k = table.S.shape
@@ -541,11 +546,24 @@ def _trace_make(argv: list[str]) -> None:
         parser.add_argument(f"--{f.name}", type=type(f.default), default=f.default, help=f"(default {f.default})")
     args = vars(parser.parse_args(argv))
     out, asked = args.pop("out"), Synthetic(**args)
+    _require_new_trace(out)
     make_trace(out, asked)
     print(
         f"{out}: {asked.n_layers} layers, {asked.sequences} × {asked.length} tokens, {asked.n_experts} experts, "
         f"top-{asked.top_k}"
     )
+
+
+def _require_new_trace(folder: Path) -> None:
+    for file in (folder / "header.json", folder / "record.json", folder.parent / "record.json"):
+        if file.exists():
+            what = "trace" if file.name == "header.json" else "run"
+            raise StickyError(f"{file.parent} holds a {what}, which would be overwritten. Choose another folder.")
+
+
+def _require_outside_runs(file: Path | None) -> None:
+    if file is not None and (file.parent / "record.json").exists():
+        raise StickyError(f"{file} would be among the files of a run. Choose another folder.")
 
 
 def _numbers(text: str) -> list[int]:

@@ -31,6 +31,7 @@ from stickymoe.locality.latency import (
     knee,
     plan,
     smallest,
+    token_ms,
     verdict,
 )
 from stickymoe.locality.replay import MissCurve, Simulation, allocate, miss_curve, simulate
@@ -72,14 +73,21 @@ def open_traces(paths: Sequence[Path]) -> list[Trace]:
 
 
 def _open(path: Path) -> Trace:
-    table = open_trace(path)
-    record = _folder(path) / "record.json"
+    folder = _folder(path)
+    record = folder / "record.json"
     if not record.is_file():
+        table = open_trace(path)
         return Trace(path, path.name, table, expert_bytes=table.expert_bytes)
     run = RunRecord.read(record)
     if run.status != "complete":
-        raise RunError(f"{path}: the run is {run.status}, expected a complete one.")
+        go_on = f"stickymoe train --resume --out {folder} goes on with it"
+        raise RunError(f"{path}: the run is {run.status}, expected a complete one; {go_on}.")
     config = RunConfig.from_dict(run.config)
+    if config.variant.name == "dense":
+        raise RunError(
+            f"{path}: a dense model has no experts, so nothing is routed; expected a run of another variant."
+        )
+    table = open_trace(path)
     vocab_size = run.data.get("vocab_size")
     return Trace(
         path,
@@ -381,6 +389,19 @@ def weights_note(trace: Trace, weights: Weights, other: float | None) -> str:
     if other is None and trace.other_bytes is None:
         return f"{trace.label}: experts alone counted; add --other_bytes for what else is always resident"
     return f"{trace.label}: {in_bytes(weights.other)} beside the experts are always resident"
+
+
+def loads_note(trace: Trace, device: Device, weights: Weights, budget: Budget) -> str:
+    """What a load and a token cost there, and the loads per token and layer that the wanted speed leaves time for."""
+    load, compute = device.load_ms(weights.expert), token_ms(trace.table, device, weights)
+    told = f"an expert is {in_bytes(weights.expert)} and loads in {load:.3g} ms; a token computes for {compute:.3g} ms"
+    if budget.tokens_per_s is None:
+        return told
+    left = 1000 / budget.tokens_per_s - compute
+    speed = f"{in_speed(budget.tokens_per_s)} tokens/s leave"
+    if left < 0:
+        return f"{told}: {speed} no time for loads"
+    return f"{told}: {speed} time for {left / (load * trace.table.n_layers):.3g} loads per token and layer"
 
 
 def plan_points(

@@ -47,12 +47,16 @@ class Point:
         return 1000 / self.ms_per_token
 
 
+def token_ms(table: RouteTable, device: Device, weights: Weights) -> float:
+    """What a token computes, everything it needs in memory."""
+    return device.compute_ms(table.n_layers * table.top_k * weights.expert + weights.other)
+
+
 def plan(table: RouteTable, curve: MissCurve, device: Device, weights: Weights, *, chosen: bool = False) -> list[Point]:
     """A point for every capacity of a curve, smallest first; `chosen` divides the same slots over the caches anew."""
     if curve.tokens == 0:
         raise ConfigError("The trace holds no token, so there is nothing to plan for.")
-    n_caches, active = len(curve.misses), table.n_layers * table.top_k
-    compute_ms = device.compute_ms(active * weights.expert + weights.other)
+    n_caches, compute_ms = len(curve.misses), token_ms(table, device, weights)
     points = []
     for i, capacity in enumerate(curve.capacities.tolist()):
         if chosen:
