@@ -13,10 +13,10 @@ from pathlib import Path
 import vl_convert
 
 from stickymoe.experiments import figures, frontier, tables
-from stickymoe.experiments.collection import Collection, Group, Row, Value, collect, common_seeds
+from stickymoe.experiments.collection import Collection, Group, Row, Value, collect, common_seeds, kept_gain
 from stickymoe.experiments.frontier import EVEN, FEWER, KEPT, Point
 from stickymoe.experiments.grids import configs, load_grid
-from stickymoe.experiments.tables import ALL_SLOTS, Table
+from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Table
 from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runs.settings import config_from
 from stickymoe.variants import variant_class, variant_names
@@ -45,14 +45,16 @@ def page(collection: Collection, drawn: Path) -> str:
     whole = find(steps=1000, experts=4, corpus="wikitext-2")
     screen = find(steps=300, experts=4, corpus="wikitext-2")
     sixteen = find(steps=1000, experts=16, corpus="wikitext-2")
-    longer, three_longer = find_longer(4), find_longer(3)
+    longer, three_longer, sixteen_longer = find_longer(4), find_longer(3), find_longer(16)
     factbook = find(experts=4, corpus="factbook")
     three = find(steps=1000, experts=3, corpus="wikitext-2")
     sections = {
         "Against the targets": _targets(
             (whole, 3, three), (sixteen, 4, whole), (longer, 3, three_longer), (factbook, 3, None)
         ),
-        "The recommendation": _recommended((whole, three), (sixteen, whole), (longer, three_longer)),
+        "The recommendation": _recommended(
+            (whole, three), (longer, three_longer), (sixteen, whole), (sixteen_longer, longer)
+        ),
         "The frontier": _compared(whole, drawn, "small", CACHES, three) + _on_the_papers_axes(whole, drawn),
         "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
         "Or simply fewer experts?": _fits(whole, three, 3) + _fits(sixteen, whole, 4),
@@ -74,10 +76,10 @@ def page(collection: Collection, drawn: Path) -> str:
 INTRODUCTION = f"""\
 # Past the paper: what sticky routing costs, and who pays least
 
-Made by `python results/frontier_page.py` from [the records](../results). A loss that makes routing stick costs
-perplexity, and a perplexity 3 % above vanilla's can be half of what the mixture is worth over a dense model of the same
-active width. So a router is placed by the share of that gain it **keeps**,
-(PPL_dense − PPL) / (PPL_dense − PPL_vanilla) over common seeds, and by its **misses**: accesses of all k experts of a
+Made by `python results/frontier_page.py` from [the records](../results), whose tables `stickymoe frontier results` prints
+too. A loss that makes routing stick costs perplexity, and a perplexity 3 % above vanilla's can be half of what the
+mixture is worth over a dense model of the same active width. So a router is placed by the share of that gain it
+**keeps**, (PPL_dense − PPL) / (PPL_dense − PPL_vanilla) over common seeds, and by its **misses**: accesses of all k experts of a
 token that an LRU cache of C experts a layer does not hold. The target is {KEPT:.0%} of the gain at {FEWER:g} times
 fewer misses than vanilla, with experts used evenly (at least {EVEN:.0%} of full entropy, none neglected).
 
@@ -200,6 +202,7 @@ def _targets(*groups: tuple[Group | None, int, Group | None]) -> str:
             lines.append(
                 f"- **{where}: {reached}** by {'; '.join(_told(p, C) for p in solved)}."
                 + (f" Not used evenly: {uneven}." if uneven else "")
+                + _beside_all(solved[0].row, group)
                 + _beside_fewer(solved[0].row, smaller)
             )
             continue
@@ -216,16 +219,31 @@ def _targets(*groups: tuple[Group | None, int, Group | None]) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
+def _beside_all(row: Row, group: Group) -> str:
+    """What is kept of a better mixture's gain than vanilla's: that of the recommended router with a slot for each."""
+    dense, alone = group.find("dense"), _like_recommended(group, alone=True)
+    kept = kept_gain(row, baseline=alone[0], dense=dense) if dense is not None and alone else None
+    if kept is None:
+        return ""
+    half = frontier.interval(kept)
+    share = f"{100 * kept.mean:.0f}{'' if half is None else f' ± {100 * half:.0f}'} %"
+    return (
+        f" Of the gain of the recommended router with all {group.config.model.n_experts} in memory it keeps {share} "
+        f"({_seeds(kept.n)})."
+    )
+
+
 def _beside_fewer(row: Row, smaller: Group | None) -> str:
     """A row beside the best mixture of as many experts as there are slots, over common seeds."""
     found = [(r, change) for r in smaller.routed if (change := row.change(r)) is not None] if smaller else []
     if smaller is None or not found:
         return ""
     best, change = max(found, key=lambda pair: pair[1].mean)
+    same = best in _like_recommended(smaller, alone=True)
+    by = "the recommended router without siblings" if same else f"`{best.label}`"
     return (
-        f" The best mixture of {smaller.config.model.n_experts}, which loads nothing, is routed by `{best.label}`; "
-        f"with N={row.runs[0].config.model.n_experts} and `{row.label}` perplexity is {_percent(change)} it "
-        f"({_seeds(change.n)})."
+        f" The best mixture of {smaller.config.model.n_experts}, which loads nothing, is that of {by}, and "
+        f"`{row.label}` is {_percent(change)} it ({_seeds(change.n)})."
     )
 
 
@@ -355,9 +373,10 @@ def _recommended(*pairs: tuple[Group | None, Group | None]) -> str:
         f"who is in place ([time](performance.md)). {_beside_hash(key, *(g for g, _ in pairs))}",
         _or_fewer(*pairs),
         "**For your device**: `--variant.capacity` is C = (memory − other weights) / (layers · bytes of an expert), "
-        "and `--variant.budget` at most B = (seconds a token may take − compute) / (layers · seconds of a load), both "
-        "from `stickymoe plan`. Train with the C of the device: with fewer slots little is left of it. Run so far: "
-        f"{'; '.join(dict.fromkeys(sizes))}.",
+        "and `--variant.budget` at most B, the loads per token and layer that the wanted speed leaves time for. "
+        "`stickymoe plan TRACE --device NAME --tokens_per_s X` tells both; as TRACE a short run of vanilla will do, "
+        "or one of `stickymoe trace make`. Train with the C of the device: with fewer slots little is left of it. "
+        f"Run so far: {'; '.join(dict.fromkeys(sizes))}.",
     )
     return "\n\n".join(filter(None, paragraphs)) + "\n"
 
@@ -379,25 +398,29 @@ def _beside_hash(key: str, *groups: Group | None) -> str:
 
 def _or_fewer(*pairs: tuple[Group | None, Group | None]) -> str:
     """The same router over as many experts as there are slots, where it has no siblings and loads nothing."""
-    told, better = [], []  # more experts than slots, beyond chance
+    told, pay = [], []
     for group, smaller in pairs:
         ours, alone = _like_recommended(group, alone=False), _like_recommended(smaller, alone=True)
         change = alone[0].change(ours[0]) if ours and alone else None
         if group is not None and smaller is not None and change is not None:
             few, many = smaller.config.model.n_experts, group.config.model.n_experts
             half = frontier.interval(change)
-            told.append(f"N={few} is {_percent(change)} N={many} in {few} slots{_where(group)} ({_seeds(change.n)})")
-            better.append(change.mean > (CHANCE if half is None else half))
+            sure = abs(change.mean) > (CHANCE if half is None else half)
+            pay.append(sure and change.mean > 0)
+            verdict = "more pay" if pay[-1] else "fewer are better" if sure else "within chance"
+            told.append(
+                f"N={few} is {_percent(change)} N={many} in {few} slots{_where(group)} ({_seeds(change.n)}: {verdict})"
+            )
     if not told:
         return ""
     lesson = (
-        "Where that is below, or within chance, siblings do not pay for learning apart in trainings as short as these: "
-        "if the number of experts is yours to choose, train as many as the device holds."
+        "Where more do not pay, siblings learn too little apart in trainings as short as these: if the number of "
+        "experts is yours to choose, train as many as the device holds."
     )
     return (
         "**Or fewer experts**: with as many experts as slots (`--model.n_experts C`) the same router has no siblings, "
         f"and loads nothing after the first tokens. Perplexity of {'; of '.join(told)}."
-        + ("" if all(better) else f" {lesson}")
+        + ("" if all(pay) else f" {lesson}")
     )
 
 
@@ -434,7 +457,7 @@ def _lessons(*groups: tuple[Group | None, int]) -> str:
             if (rows := [p for p in points if p.row.variant.name in names and C in p.fewer])
         ]
         if told:
-            lines.append(f"- {words} {' '.join(told)}")
+            lines.append(f"- **{names[0]}**: {words} {' '.join(told)}")
     return "\n".join(lines) + "\n" if lines else ""
 
 
@@ -443,19 +466,25 @@ def _fits(group: Group | None, smaller: Group | None, capacity: int) -> str:
     if group is None or smaller is None or not (rows := frontier.fitting(group, smaller)):
         return ""
     few, many = smaller.config.model.n_experts, group.config.model.n_experts
+    most = 6
     words = (
         f"A device that holds {capacity} experts a layer can have a mixture of {few}, which loads nothing after its "
-        f"first tokens. That is what a router over {many} must beat with so strict a cache (the best six):\n\n"
+        f"first tokens. That is what a router over {many} must beat with so strict a cache"
+        f"{' (the best six)' if len(rows) > most else ''}:\n\n"
     )
     cells = []
-    for row, kept in rows[:6]:
-        seeds = common_seeds(row, group.baseline, group.find("dense"))
-        hit = row.metric(f"{ALL_SLOTS}{capacity}", seeds)
-        misses = "first tokens only" if hit is None else f"{1 - hit.mean:.3f}"
-        ppl = tables.number(row.metric("ppl", seeds), ".2f")
-        cells.append((f"{row.label}, N={few}", str(kept.n), ppl, f"{100 * kept.mean:.0f}", misses))
-    if alone := _like_recommended(smaller, alone=True):
+    for row, kept in rows[:most]:
+        ppl = tables.number(row.metric("ppl", common_seeds(row, group.baseline, group.find("dense"))), ".2f")
+        cells.append((f"{row.label}, N={few}", str(kept.n), ppl, f"{100 * kept.mean:.0f}", "first tokens only"))
+    ours, alone = _like_recommended(group, alone=False), _like_recommended(smaller, alone=True)
+    if alone:
         words += f"`{alone[0].label}` has a slot for each expert: the recommended router without siblings.\n\n"
+    if ours and alone and (seeds := common_seeds(ours[0], alone[0], group.baseline, group.find("dense"))):
+        ppl, hit = (ours[0].metric(name, seeds) for name in ("ppl", f"{ALL_SLOTS}{capacity}"))
+        kept = kept_gain(ours[0], baseline=group.baseline, dense=group.find("dense"), seeds=seeds)
+        share = NOTHING if kept is None else f"{100 * kept.mean:.0f}"
+        misses = NOTHING if hit is None else f"{1 - hit.mean:.3f}"
+        cells.insert(0, (f"{ours[0].label}, N={many}", str(len(seeds)), tables.number(ppl, ".2f"), share, misses))
     heads = ("variant", "common seeds", "PPL ↓", f"gain of N={many} kept % ↑", f"misses C={capacity} ↓")
     return words + tables.markdown(Table("fits", "", heads, tuple(cells))) + "\n"
 

@@ -172,14 +172,17 @@ def common_seeds(*rows: Row) -> list[int]:
     return sorted(set.intersection(*(set(row.by_seed("ppl")) for row in rows)))
 
 
-def kept_gain(row: Row, *, baseline: Row, dense: Row) -> Value | None:
+def kept_gain(row: Row, *, baseline: Row, dense: Row, seeds: Iterable[int] | None = None) -> Value | None:
     """The share of the mixture's gain over the dense control that a row keeps, over seeds that all three have.
+
+    With `seeds`, over those of them alone.
 
     (PPL_dense − PPL_x) / (PPL_dense − PPL_vanilla), both as means over those seeds. The deviation is that of a ratio:
     of what each seed's gain is off that share of the mixture's gain with the same seed.
     """
     ours, base, without = (r.by_seed("ppl") for r in (row, baseline, dense))
-    seeds = common_seeds(row, baseline, dense)
+    common = common_seeds(row, baseline, dense)
+    seeds = common if seeds is None else [seed for seed in common if seed in set(seeds)]
     gain = statistics.fmean(without[seed] - base[seed] for seed in seeds) if seeds else 0.0
     if gain <= 0:
         return None
