@@ -76,12 +76,13 @@ def page(collection: Collection, drawn: Path) -> str:
 INTRODUCTION = f"""\
 # Past the paper: what sticky routing costs, and who pays least
 
-Made by `python results/frontier_page.py` from [the records](../results), whose tables `stickymoe frontier results` prints
-too. A loss that makes routing stick costs perplexity, and a perplexity 3 % above vanilla's can be half of what the
+Made by `python results/frontier_page.py` from [the records](../results); `stickymoe frontier results` prints its
+tables. A loss that makes routing stick costs perplexity, and a perplexity 3 % above vanilla's can be half of what the
 mixture is worth over a dense model of the same active width. So a router is placed by the share of that gain it
-**keeps**, (PPL_dense − PPL) / (PPL_dense − PPL_vanilla) over common seeds, and by its **misses**: accesses of all k experts of a
-token that an LRU cache of C experts a layer does not hold. The target is {KEPT:.0%} of the gain at {FEWER:g} times
-fewer misses than vanilla, with experts used evenly (at least {EVEN:.0%} of full entropy, none neglected).
+**keeps**, (PPL_dense − PPL) / (PPL_dense − PPL_vanilla) over common seeds, and by its **misses**: accesses of all k
+experts of a token that an LRU cache of C experts a layer does not hold. The target is {KEPT:.0%} of the gain at
+{FEWER:g} times fewer misses than vanilla, with experts used evenly (at least {EVEN:.0%} of full entropy, none
+neglected).
 
 N experts of which a token uses k · SR: how often the heaviest expert changes from token to token · CHR: its hit rate
 with two slots, the paper's metrics. Perplexity is that of the validation split, on which settings were chosen too; ±
