@@ -20,7 +20,7 @@ from processes import Child, contents, train_losses
 from safetensors.torch import load_file
 
 from stickymoe.cli import main
-from stickymoe.errors import DataError, DivergedError
+from stickymoe.errors import ConfigError, DataError, DivergedError
 from stickymoe.locality.formats import load_table
 from stickymoe.routing import losses
 from stickymoe.runs.config import RunConfig
@@ -341,6 +341,13 @@ class TestTextTooShort:
         with pytest.raises(DataError, match=message):
             train(small("--data.path", str(folder)), tmp_path / "run", quiet=True)
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_model_larger_than_memory_is_refused(small: Small, tmp_path: Path) -> None:
+    config = small("--model.n_experts", str(10**12))
+    with pytest.raises(ConfigError, match=r"^model: got .*n_experts 1000000000000.*do not fit in memory; make one"):
+        train(config, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_gates_stay_fp32_under_bf16(small: Small) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from accelerate import Accelerator
 
+from stickymoe.errors import ConfigError
 from stickymoe.models.gpt import GPT
 from stickymoe.runs.config import RunConfig
 from stickymoe.variants import RouterSite
@@ -19,11 +20,17 @@ def build_model(config: RunConfig, vocab_size: int) -> GPT:
     """The model of a run at its first step; a function of the config and the seed."""
     torch.manual_seed(config.seed)
     c = config.model
-    return GPT(
-        c,
-        vocab_size,
-        lambda layer: config.variant.router(
-            RouterSite(layer=layer, d_model=c.d_model, n_experts=c.pool_size, top_k=c.top_k)
-        ),
-        families=config.variant.families,
-    )
+    try:
+        return GPT(
+            c,
+            vocab_size,
+            lambda layer: config.variant.router(
+                RouterSite(layer=layer, d_model=c.d_model, n_experts=c.pool_size, top_k=c.top_k)
+            ),
+            families=config.variant.families,
+        )
+    except RuntimeError as e:
+        if "allocate" not in str(e):
+            raise
+        sizes = f"n_layers {c.n_layers}, n_experts {c.n_experts}, d_model {c.d_model} and d_ff {c.d_ff}"
+        raise ConfigError(f"model: got {sizes}, whose weights do not fit in memory; make one of them smaller.") from e
