@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from experiments.records import a_run
-from stickymoe.experiments import figures, frontier
+from stickymoe.experiments import figures, frontier, tables
 from stickymoe.experiments.collection import Value, grouped
 
 
@@ -244,6 +246,13 @@ def test_without_controls_or_gain_there_is_no_table():
     assert str(frontier.no_share(group)).endswith("2 finished rows, but no dense to measure the gain by")
     (group,) = grouped([a_run("vanilla", ppl=100.0), a_run("dense", ppl=99.0)])
     assert frontier.kept_table(group) is None
+
+
+@pytest.mark.parametrize(("dense", "kept"), [(110.0, "150"), (101.0, "–")])
+def test_shares_of_a_gain_too_small_are_not_shown(dense, kept):
+    (group,) = grouped([a_run("vanilla", ppl=100.0), a_run("dense", ppl=dense), a_run("smooth", ppl=95.0)])
+    table = tables.markdown(frontier.kept_table(group))
+    assert re.search(rf"^\| smooth d=0.5 ★ \| 1 \| 95.00 \| {kept} \|", table, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("dense", "told"), [(110.0, False), (101.0, True), (99.0, True)])

@@ -155,17 +155,21 @@ def best(found: Sequence[Point], capacity: int) -> list[Point]:
 
 
 def kept_table(group: Group, *, name: str = "kept", caption: str = "") -> Table | None:
-    """Gain kept and all-slots misses of every row, dense last; ★ marks those that none beats at the largest cache."""
+    """Gain kept and all-slots misses of every row, dense last; ★ marks those that none beats at the largest cache.
+
+    Of a gain too small to be shared out no shares are shown.
+    """
     found = points(group)
     if not found:
         return None
+    worth = no_share(group) is None
     sizes = sorted({C for point in found for C in point.misses})
     stars = {point.row.label for point in best(found, sizes[-1])} if sizes else set()
     lines = []
     for point in found:
         kept, half = 100 * point.kept.mean, interval(point.kept)
         share = Value(kept, None if half is None else 100 * half, point.kept.n)
-        cells: list[Cell] = [str(point.kept.n), number(point.ppl, ".2f"), number(share, ".0f")]
+        cells: list[Cell] = [str(point.kept.n), number(point.ppl, ".2f"), number(share if worth else None, ".0f")]
         for C in sizes:
             fewer = None if point.row is group.baseline else point.fewer.get(C)
             cells += [number(point.misses.get(C), ".3f"), number(fewer, ".2f")]
