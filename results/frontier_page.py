@@ -276,7 +276,7 @@ SCREENED = {
     "graded+soft": "With λ rising late, or sparing layer 0, it costs a little less and saves a little less.",
     "grouped": "Switches inside groups are cheap, and it is single experts that miss.",
     "cross_layer": "The same experts in adjacent layers save nothing where layers have experts of their own.",
-    "blockffn": "Saves more than `soft`, and with larger weights uses experts unevenly.",
+    "blockffn": "Saves more than `soft` at λ=0.5, with experts used unevenly; at 2 its gates are uniform too.",
     "bles": "Ends in uniform gates, and saves little.",
     "dot": "Asks gates to be sure of themselves, and they collapse: nearly always the same expert in front.",
     "cache_loss": "Paying for expected misses makes routing stick hard, by giving up experts.",
