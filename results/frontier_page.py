@@ -229,8 +229,8 @@ def _beside_all(row: Row, group: Group) -> str:
     half = frontier.interval(kept)
     share = f"{100 * kept.mean:.0f}{'' if half is None else f' ± {100 * half:.0f}'} %"
     return (
-        f" Of the gain of the recommended router with all {group.config.model.n_experts} in memory it keeps {share} "
-        f"({_seeds(kept.n)})."
+        f" Of what the recommended router gains with all {group.config.model.n_experts} in memory `{row.label}` keeps "
+        f"{share} ({_seeds(kept.n)})."
     )
 
 

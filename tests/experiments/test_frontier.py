@@ -103,6 +103,18 @@ def test_of_two_rows_at_one_place_one_is_named():
     assert named == ["vanilla", "smooth d=0.9", "smooth d=0.7", "smooth d=0.1"]
 
 
+@pytest.mark.parametrize(("worst", "off"), [(111.0, False), (150.0, True)])
+def test_what_is_far_worse_than_vanilla_is_at_the_edge(worst, off):
+    (group,) = grouped([a_run("vanilla"), a_run("smooth", ppl=98.0), a_run("soft", ppl=worst)])
+    chart = figures.pareto(group, "switch_rate", "switch rate", better="lower").to_dict()
+    axes = [layer["encoding"]["y"] for layer in chart["layer"] if layer["encoding"]["y"]["field"] == "ppl"]
+    assert {axis["title"] for axis in axes if "title" in axis} == {
+        "perplexity (lower is better; at the edge: above 112)" if off else "perplexity (lower is better)"
+    }
+    tops = {axis["scale"].get("domain", [0, None])[1] for axis in axes if "scale" in axis}
+    assert list(tops) == [pytest.approx(112.0) if off else None]
+
+
 def test_a_mixture_that_the_cache_holds_is_a_line_at_what_its_best_row_keeps():
     (group,) = grouped(runs())
     few = {"model": {"n_experts": 3}}

@@ -19,6 +19,7 @@ Points = list[dict[str, Any]]
 _INK, _MUTED = "#222", "#767676"
 _DASHES = ([1, 0], [6, 2], [2, 2], [8, 3, 2, 3], [1, 3], [4, 4])  # one for each policy there is
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
+_WORST = 1.12  # times vanilla's perplexity; what is worse is drawn at the edge
 _FEWEST = 1e-4  # misses: a log axis has no zero
 _MAX_CURVE = 50  # points of one curve; more cannot be told apart
 
@@ -88,8 +89,13 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
         return None
     spread = alt.Scale(type="log", nice=False, padding=18) if misses else alt.Scale(zero=False, nice=True, padding=18)
     at_x = alt.X("x:Q", title=title, scale=spread)
-    quality = "perplexity (lower is better)"
-    at_y = alt.Y("ppl:Q", title=quality, scale=alt.Scale(zero=False, padding=18))
+    most = _WORST * (group.baseline.mean("ppl") or math.inf) if group.baseline is not None else math.inf
+    quality, height = "perplexity (lower is better)", alt.Scale(zero=False, padding=18)
+    if any(p["ppl"] > most for p in points):
+        quality = f"perplexity (lower is better; at the edge: above {most:.0f})"
+        least = min(p["ppl"] for p in points)
+        height = alt.Scale(domain=[least - 0.05 * (most - least), most], nice=False, clamp=True)
+    at_y = alt.Y("ppl:Q", title=quality, scale=height)
     base = alt.Chart(_values(points))
     tooltip = [
         alt.Tooltip("label:N", title="run"),
@@ -99,7 +105,7 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
     ]
     best = frontier(points)
     named = [p for p in points if p["label"] == "vanilla"]
-    named += _legible([p for p in best if p not in named], math.log if misses else float)
+    named += _legible([p for p in best if p not in named], points, most, math.log if misses else float)
     line = alt.Chart(_values(best)).mark_line(color=_MUTED, strokeDash=[5, 4], interpolate="step-after")
     layers = [
         line.encode(x=at_x, y=at_y, order="cost:Q"),
@@ -116,12 +122,10 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
     return alt.layer(*layers).properties(width=460, height=340)
 
 
-def _legible(points: Points, scale: Callable[[float], float]) -> Points:
-    """Those whose names fit beside each other: of two at nearly one place the one that costs less."""
-    if not points:
-        return []
-    xs, ys = [scale(p["x"]) for p in points], [p["ppl"] for p in points]
-    wide, high = 0.12 * (max(xs) - min(xs)), 0.045 * (max(ys) - min(ys))
+def _legible(points: Points, drawn: Points, most: float, scale: Callable[[float], float]) -> Points:
+    """Those whose names fit beside each other: of two at nearly one place among all `drawn` the one that costs less."""
+    xs, ys = [scale(p["x"]) for p in drawn], [min(p["ppl"], most) for p in drawn]
+    wide, high = 0.2 * (max(xs) - min(xs)), 0.035 * (max(ys) - min(ys))
     kept: Points = []
     for p in sorted(points, key=lambda p: p["cost"]):
         if all(abs(scale(p["x"]) - scale(q["x"])) > wide or abs(p["ppl"] - q["ppl"]) > high for q in kept):
