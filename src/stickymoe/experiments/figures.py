@@ -105,7 +105,9 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
     ]
     best = frontier(points)
     named = [p for p in points if p["label"] == "vanilla"]
-    named += _legible([p for p in best if p not in named], points, most, math.log if misses else float)
+    scale = math.log if misses else float
+    others = sorted((p for p in best if p not in named), key=lambda p: p["cost"])
+    named += _legible(others, points, lambda p: (scale(p["x"]), min(p["ppl"], most)))
     line = alt.Chart(_values(best)).mark_line(color=_MUTED, strokeDash=[5, 4], interpolate="step-after")
     layers = [
         line.encode(x=at_x, y=at_y, order="cost:Q"),
@@ -122,13 +124,14 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
     return alt.layer(*layers).properties(width=460, height=340)
 
 
-def _legible(points: Points, drawn: Points, most: float, scale: Callable[[float], float]) -> Points:
-    """Those whose names fit beside each other: of two at nearly one place among all `drawn` the one that costs less."""
-    xs, ys = [scale(p["x"]) for p in drawn], [min(p["ppl"], most) for p in drawn]
+def _legible(points: Points, drawn: Points, place: Callable[[dict[str, Any]], tuple[float, float]]) -> Points:
+    """Those whose names fit beside each other: of two at nearly one place among all `drawn` the first."""
+    xs, ys = zip(*map(place, drawn), strict=True)
     wide, high = 0.2 * (max(xs) - min(xs)), 0.035 * (max(ys) - min(ys))
     kept: Points = []
-    for p in sorted(points, key=lambda p: p["cost"]):
-        if all(abs(scale(p["x"]) - scale(q["x"])) > wide or abs(p["ppl"] - q["ppl"]) > high for q in kept):
+    for p in points:
+        x, y = place(p)
+        if all(abs(x - place(q)[0]) > wide or abs(y - place(q)[1]) > high for q in kept):
             kept.append(p)
     return kept
 
@@ -154,6 +157,8 @@ def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> C
         }
         for p in found
     ]
+    by_seeds = sorted((p for p in shown if p["best"]), key=lambda p: -p["seeds"])
+    named = _legible(by_seeds, shown, lambda p: (math.log(p["misses"]), p["kept"]))
     held = fitting(group, smaller)[:1] if smaller is not None else []
     levels = [
         {"kept": _round(100 * kept.mean), "name": f"best of N={capacity}, all in memory", "label": row.label}
@@ -187,9 +192,9 @@ def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> C
             shape=alt.Shape("of:N", scale=shape),
             tooltip=["label:N", "kept:Q", "misses:Q", "seeds:Q"],
         ),
-        base.transform_filter("datum.best")
+        alt.Chart(_values(named))
         .mark_text(align="left", dx=7, dy=-5, fontSize=10, color=_INK)
-        .encode(text="label:N"),
+        .encode(x=at_x, y=at_y, text="label:N"),
         *_levels(levels, "kept", ["label:N", alt.Tooltip("kept:Q", title="gain kept, %")], at_end=True),
     ).properties(width=560, height=340)
 
