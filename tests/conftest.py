@@ -12,7 +12,9 @@ from hypothesis import settings
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for child processes
+# Before torch is imported, and for child processes.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual machines announce AMX without having it
 
 
 @pytest.fixture(scope="session", autouse=True)
