@@ -6,21 +6,25 @@ python benchmarks/performance_page.py
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import median_interval
+
 HERE = Path(__file__).parent
-DOCS = HERE.parent / "docs"
 
 
-def main() -> None:
+def main(docs: Path = HERE.parent / "docs") -> None:
     record, replay, report, routers = (
         json.loads((HERE / f"{name}.json").read_text())
         for name in ("train_throughput", "replay", "report_page", "routers")
     )
     text = page(record) + replay_section(replay) + report_section(report) + routers_section(routers)
-    (DOCS / "performance.md").write_text(text, encoding="utf-8")
-    (DOCS / "growth.svg").write_text(plot(record["growth"]), encoding="utf-8")
+    (docs / "performance.md").write_text(text, encoding="utf-8")
+    (docs / "growth.svg").write_text(plot(record["growth"]), encoding="utf-8")
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
@@ -71,8 +75,9 @@ Share of the time that torch's profiler sees, two threads.
 {parts(record)}
 ## What each lever brought
 
-Time of a step with the lever changed, over the time of ours, and the two spreads added. "no difference" is a ratio
-within them.
+Time of a step with the lever changed over ours of the same round: the median over rounds (its 95 % interval). "no
+difference" is an interval that holds 1: the machine is noisy. `plain` above is without fused head and sorted experts
+both.
 
 {levers(record)}
 - **Fused head** (`models/head.py`): logits of a few rows at a time, turned into gradients while they are in cache, and
@@ -262,10 +267,10 @@ def levers(record: dict[str, Any]) -> str:
 def _lever(timings: dict[str, Any], name: str) -> str:
     if name not in timings:
         return "–"
-    ratio = timings[name]["median_s"] / timings["ours"]["median_s"]
-    spread = timings[name]["spread"] + timings["ours"]["spread"]
-    verdict = "no difference" if abs(ratio - 1) <= spread else "slower" if ratio > 1 else "faster"
-    return f"{ratio:.2f} ± {spread:.2f}, {verdict}"
+    rounds = zip(timings[name]["seconds"], timings["ours"]["seconds"], strict=True)
+    low, ratio, high = median_interval([changed / ours for changed, ours in rounds])
+    verdict = "slower" if low > 1 else "faster" if high < 1 else "no difference"
+    return f"{ratio:.2f} ({low:.2f} to {high:.2f}), {verdict}"
 
 
 def experts(record: dict[str, Any]) -> str:

@@ -13,7 +13,6 @@ three times: what lies between the three is noise.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Timing, Work, race, serve, write_record
+from harness import Timing, Work, median_interval, race, serve, write_record
 
 HERE = Path(__file__)
 B, T, PREFIX, VOCAB = 16, 256, 128, 4096
@@ -191,7 +190,7 @@ def added(timings: list[Timing], whole: str, kind: str) -> dict[str, dict[str, f
     base = [statistics.mean(together) for together in zip(*vanilla, strict=True)]
     table = {}
     for variant, t in by_name.items():
-        low, median, high = _median([(own - plain) / step for own, plain in zip(t.seconds, base, strict=True)])
+        low, median, high = median_interval([(own - plain) / step for own, plain in zip(t.seconds, base, strict=True)])
         table[variant] = {
             "own_s": round(t.median, 6),
             "of_the_step": round(t.median / step, 4),
@@ -200,13 +199,6 @@ def added(timings: list[Timing], whole: str, kind: str) -> dict[str, dict[str, f
             "high": round(high, 4),
         }
     return table
-
-
-def _median(values: list[float]) -> tuple[float, float, float]:
-    """The median between the ends of its 95 % interval, by ranks."""
-    ordered, n = sorted(values), len(values)
-    first = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
-    return ordered[first], statistics.median(ordered), ordered[n - 1 - first]
 
 
 def same_router(a: argparse.Namespace, variant: str) -> bool:

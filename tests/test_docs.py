@@ -82,6 +82,12 @@ def test_the_page_of_the_frontier_follows_from_the_committed_records(tmp_path):
     assert drawn == {p.name for p in (ROOT / "docs" / "frontier").iterdir()}
 
 
+def test_the_page_of_speeds_follows_from_the_committed_records(tmp_path):
+    runpy.run_path(str(ROOT / "benchmarks" / "performance_page.py"))["main"](tmp_path)
+    for page in tmp_path.iterdir():
+        assert page.read_text() == (ROOT / "docs" / page.name).read_text()
+
+
 def published():
     """Of every published run past the paper its steps, variant and model."""
     records = sorted((ROOT / "results" / "frontier").rglob("record.json"))
