@@ -8,12 +8,16 @@ from accelerate import Accelerator
 from stickymoe.errors import ConfigError
 from stickymoe.models.gpt import GPT
 from stickymoe.runs.config import RunConfig
+from stickymoe.training.processor import do_without_missing_amx
 from stickymoe.variants import RouterSite
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:
     """Device, precision and processes of a run."""
-    return Accelerator(mixed_precision="bf16" if config.train.precision == "bf16" else "no")
+    accelerator = Accelerator(mixed_precision="bf16" if config.train.precision == "bf16" else "no")
+    if config.train.precision == "bf16" and accelerator.device.type == "cpu":
+        do_without_missing_amx()
+    return accelerator
 
 
 def build_model(config: RunConfig, vocab_size: int) -> GPT:

@@ -1,0 +1,28 @@
+"""A processor that lacks what it announces: tried in a child, and done without."""
+
+import os
+
+import pytest
+
+from stickymoe.training import processor
+
+ILLEGAL = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+
+
+@pytest.mark.parametrize(
+    ("product", "told", "then"),
+    [
+        (ILLEGAL, None, "AVX512_CORE_FP16"),
+        (ILLEGAL, "AVX2", "AVX2"),
+        ("pass", None, None),
+        ("raise SystemExit(1)", None, None),
+    ],
+    ids=["lacking", "the user's own word", "there", "failing otherwise"],
+)
+def test_amx_is_done_without_where_a_product_ends_the_process(monkeypatch, product, told, then):
+    monkeypatch.setattr(processor, "_PRODUCT", product)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if told is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", told)
+    processor.do_without_missing_amx()
+    assert os.environ.get("ONEDNN_MAX_CPU_ISA") == then
