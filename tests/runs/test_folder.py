@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from stickymoe import files
 from stickymoe.errors import RunError
-from stickymoe.runs import folder as folder_module
+from stickymoe.files import write_text
 from stickymoe.runs.config import RunConfig
-from stickymoe.runs.folder import RunFolder, write_atomic
+from stickymoe.runs.folder import RunFolder
 from stickymoe.runs.settings import read_config
 
 
@@ -139,7 +140,7 @@ class TestWriteAtomic:
     def test_replaces_the_content(self, tmp_path: Path) -> None:
         file = tmp_path / "file"
         for text in ("one", "zwölf"):
-            write_atomic(file, text)
+            write_text(file, text)
             assert file.read_text(encoding="utf-8") == text
         assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -148,14 +149,14 @@ class TestWriteAtomic:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
     ) -> None:
         file = tmp_path / "file"
-        write_atomic(file, "old")
+        write_text(file, "old")
 
         def fail(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(folder_module.os if step == "fsync" else Path, step, fail)
+        monkeypatch.setattr(files.os if step == "fsync" else Path, step, fail)
         with pytest.raises(OSError, match="No space"):
-            write_atomic(file, "new")
+            write_text(file, "new")
         assert file.read_text() == "old"
         assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -163,9 +164,9 @@ class TestWriteAtomic:
         file = tmp_path / "file"
         events: list[str] = []
         fsync, replace = os.fsync, Path.replace
-        monkeypatch.setattr(folder_module.os, "fsync", lambda fd: (events.append("fsync"), fsync(fd))[1])
+        monkeypatch.setattr(files.os, "fsync", lambda fd: (events.append("fsync"), fsync(fd))[1])
         monkeypatch.setattr(Path, "replace", lambda a, b: (events.append("replace"), replace(a, b))[1])
-        write_atomic(file, "text")
+        write_text(file, "text")
         assert events[:2] == ["fsync", "replace"]
 
 

@@ -33,6 +33,11 @@ class Batch:
     doc: Int64[Tensor, "B T"] | None
     boundary: Bool[Tensor, "B T"] | None = None
 
+    def to(self, device: torch.device) -> Batch:
+        """The same on another device."""
+        doc, boundary = (None if x is None else x.to(device) for x in (self.doc, self.boundary))
+        return Batch(self.tokens.to(device), self.targets.to(device), self.mask.to(device), doc, boundary)
+
 
 class TrainBatches:
     """Shuffled chunks of T tokens, each once per epoch.

@@ -10,13 +10,13 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stickymoe import files
 from stickymoe.errors import DataError
 
 SCHEMA = 1
@@ -52,10 +52,8 @@ def write_entry(folder: Path, entry: Entry) -> None:
     try:
         temporary.mkdir(parents=True)
         for name, content in {**entry.files, "meta.json": _meta(entry)}.items():
-            _write_durably(temporary / name, content)
-        _sync_folder(temporary)
+            (temporary / name).write_bytes(content)
         _publish(temporary, folder)
-        _sync_folder(folder.parent)
     except OSError as error:
         raise DataError(
             f"Cannot write the token cache '{folder.parent}': {error.strerror}. "
@@ -66,8 +64,8 @@ def write_entry(folder: Path, entry: Entry) -> None:
 
 
 def _meta(entry: Entry) -> bytes:
-    files = {name: hashlib.sha256(content).hexdigest() for name, content in entry.files.items()}
-    body = {"schema": SCHEMA, "files": files, "about": entry.about}
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in entry.files.items()}
+    body = {"schema": SCHEMA, "files": sums, "about": entry.about}
     return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
 
 
@@ -77,12 +75,12 @@ def _digest(body: dict[str, Any]) -> str:
 
 def _read(folder: Path) -> Entry:
     meta = _read_meta(folder / "meta.json")
-    files = {}
+    contents = {}
     for name, expected in meta["files"].items():
-        files[name] = _read_file(folder / name)
-        if hashlib.sha256(files[name]).hexdigest() != expected:
+        contents[name] = _read_file(folder / name)
+        if hashlib.sha256(contents[name]).hexdigest() != expected:
             raise _DamagedError(f"'{folder / name}' does not match its checksum")
-    return Entry(about=meta["about"], files=files)
+    return Entry(about=meta["about"], files=contents)
 
 
 def _read_meta(file: Path) -> dict[str, Any]:
@@ -102,21 +100,6 @@ def _read_file(file: Path) -> bytes:
         raise _DamagedError(f"'{file}' cannot be read ({error.strerror})") from error
 
 
-def _write_durably(file: Path, content: bytes) -> None:
-    with file.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _publish(temporary: Path, folder: Path) -> None:
     while not _renamed(temporary, folder):
         try:
@@ -128,7 +111,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 def _renamed(source: Path, target: Path) -> bool:
     try:
-        source.rename(target)
+        files.publish_folder(source, target)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise

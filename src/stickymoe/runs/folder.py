@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from stickymoe import files
 from stickymoe.errors import RunError
-from stickymoe.runs.config import RunConfig
+from stickymoe.runs.config import RunConfig, earlier_names
 
 NUMERICS_VERSION = 1  # raised when the same config and data come to give other numbers
 
@@ -34,7 +34,7 @@ NOT_IN_ID = {("data", "path"), ("data", "cache_dir"), ("data", "corpus"), ("trai
 
 HELD = "is being written by another process."  # how a refused lock ends its line
 
-# Settings that came later, and what runs before them had: named only where they differ, so that ids stay.
+# Settings that were added later, with the value that earlier runs had: part of an id only where they differ.
 ADDED: dict[tuple[str, str], Any] = {
     ("model", "share_block"): 1,
     ("model", "universal"): False,
@@ -46,21 +46,23 @@ ADDED: dict[tuple[str, str], Any] = {
 
 def run_id(config: RunConfig, data_fingerprint: str) -> str:
     """Names a run by what decides its numbers: settings without paths, data, numerics version."""
+    sections = config.as_dict()
+    sections["variant"] = earlier_names(sections["variant"])
     settings = {
         section: {k: v for k, v in values.items() if _names_a_run((section, k), v)}
         if isinstance(values, dict)
         else values
-        for section, values in config.as_dict().items()
+        for section, values in sections.items()
     }
     decides = {"config": _floats(settings), "data": data_fingerprint, "numerics": _numerics(config)}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _numerics(config: RunConfig) -> int:
-    """The version of a run's numbers: the common one, raised for runs that alone came to give others."""
+    """The version of a run's numbers: the common one, raised for settings whose numbers changed alone."""
     variant, N = config.as_dict()["variant"], config.model.pool_size
     parts = variant["name"].split("+")
-    # Slots by hash follow the size of families; of tenants last used at one token the lightest goes.
+    # Hashed slots follow the number of their experts; `rent` evicts the lightest of the experts last used together.
     by_size = "siblings" in parts and variant["hashed"] and N % variant["capacity"]
     by_weight = "rent" in parts and variant["capacity"] - config.model.top_k >= 2
     return NUMERICS_VERSION + 1 if by_size or by_weight else NUMERICS_VERSION
@@ -75,19 +77,6 @@ def _floats(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _floats(v) for k, v in value.items()}
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader sees the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def checkpoint_name(step: int) -> str:
@@ -136,7 +125,7 @@ class RunFolder:
         return (self.checkpoints / checkpoint_name(step)).is_dir()
 
     def write_config(self, config: RunConfig, path: Path | None = None) -> None:
-        write_atomic(path or self.config, yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True))
+        files.write_text(path or self.config, yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True))
 
     def append(self, path: Path, line: dict[str, Any]) -> None:
         with path.open("a", encoding="utf-8") as f:
@@ -148,7 +137,7 @@ class RunFolder:
             self.write_metrics([line for line in self.read_metrics() if line["step"] <= step])
 
     def write_metrics(self, lines: list[dict[str, Any]]) -> None:
-        write_atomic(self.metrics, "".join(_line(line) for line in lines))
+        files.write_text(self.metrics, "".join(_line(line) for line in lines))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every whole line; one that was cut off in mid-write is left out."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from stickymoe import files
 from stickymoe.errors import RunError
-from stickymoe.runs.folder import ADDED, NOT_IN_ID, RunFolder, write_atomic
+from stickymoe.runs.folder import ADDED, NOT_IN_ID, RunFolder
 
 SCHEMA = 1
 
@@ -19,7 +20,11 @@ Status = Literal["running", "interrupted", "failed", "complete"]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """`metrics` are of the final model on the whole validation split; `per_layer` holds their layers."""
+    """`metrics` are of the final model on the whole validation split; `per_layer` holds their layers.
+
+    `sizes` are bytes of the parameters, measured: `expert_bytes` of one expert for each layer, `other_bytes` of
+    everything else. Records of earlier versions have none.
+    """
 
     run_id: str
     status: Status
@@ -28,12 +33,13 @@ class RunRecord:
     environment: dict[str, Any]
     metrics: dict[str, Any] = field(default_factory=dict)
     per_layer: dict[str, list[float | None]] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
     failure: str | None = None
     schema: int = SCHEMA
 
     def write(self, path: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False, ensure_ascii=False)
-        write_atomic(path, text + "\n")
+        files.write_text(path, text + "\n")
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
@@ -55,7 +61,7 @@ class RunRecord:
 
     def require_whole(self, path: Path) -> None:
         """Refuse values that a run would not have written."""
-        for name in ("config", "data", "environment", "metrics", "per_layer"):
+        for name in ("config", "data", "environment", "metrics", "per_layer", "sizes"):
             if not isinstance(getattr(self, name), dict):
                 raise RunError(f"{path} is damaged: {name} is {getattr(self, name)!r}, expected a mapping.")
         for name in ("fingerprint", "vocab_size", "tokens"):

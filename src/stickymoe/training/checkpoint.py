@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from stickymoe import files
 from stickymoe.errors import RunError
 from stickymoe.runs.folder import checkpoint_name
 
@@ -72,11 +72,9 @@ def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimise
         state = {"schema": SCHEMA, **asdict(progress), "sha256": sums}
         state["checksum"] = _state_checksum(state)
         (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
-        _sync(temporary)
         if final.exists():
             shutil.rmtree(final)  # damaged
-        temporary.rename(final)
-        _sync(folder)
+        files.publish_folder(temporary, final)
     except (OSError, SafetensorError) as e:
         shutil.rmtree(temporary, ignore_errors=True)
         kept = checkpoints_in(folder)
@@ -180,13 +178,3 @@ def _state_checksum(state: dict[str, Any]) -> str:
 def _checksum(path: Path) -> str:
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Put a folder's entries and the files in it on the disk itself."""
-    for path in (*(p for p in folder.iterdir() if p.is_file()), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
