@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stickymoe.routing.routers import Router, RouterInput
 
 import reference
 from stickymoe.models.moe import Experts, FeedForward, MoE
-from stickymoe.routing.routers import Router, RouterInput
 
 D, F = 5, 7
 TOLERANCE = {torch.float64: {"rtol": 1e-9, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stickymoe.routing.families import Families
 
 from stickymoe.errors import ConfigError
 from stickymoe.models.moe import Experts
-from stickymoe.routing.families import Families
 from stickymoe.routing.losses import LossContext, family_balance_by_layer
 from stickymoe.runs.config import ModelConfig, RunConfig
 from stickymoe.training.build import build_model

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stickymoe.routing.routers import Attended, HardWindow, Hidden, Router, RouterInput, TopK
+from stickymoe.routing.scan import as_numpy
 
 import reference
 from stickymoe.errors import StickyError
-from stickymoe.routing.routers import Attended, HardWindow, Hidden, Router, RouterInput, TopK
-from stickymoe.routing.scan import as_numpy
 from stickymoe.routing.trace import document_positions
 from strategies import costly, documents, seeds, thorough
 

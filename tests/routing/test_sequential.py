@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stickymoe.routing.routers import Attended, HardWindow, Router, TopK
 from test_routers import D, inputs, router_input, steps, windowed_logits
 
 import reference
@@ -15,7 +16,6 @@ from stickymoe.errors import ConfigError, StickyError
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.table import RouteTable
 from stickymoe.routing.fixed import Hashed, Trajectory
-from stickymoe.routing.routers import Attended, HardWindow, Router, TopK
 from stickymoe.routing.sequential import (
     Hysteresis,
     LearnedSmooth,

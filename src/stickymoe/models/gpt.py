@@ -7,8 +7,8 @@ B sequences, T tokens, P tokens before them, d width, V vocabulary, L layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,11 +17,10 @@ from torch.nn import functional as F
 
 from stickymoe.errors import ConfigError
 from stickymoe.models.head import linear_cross_entropy, plain_cross_entropy
-from stickymoe.models.moe import Experts, FeedForward, MoE
-from stickymoe.routing.families import Families
-from stickymoe.routing.routers import Router, RouterInput, Routing, State
-from stickymoe.routing.scan import as_numpy
-from stickymoe.routing.trace import RoutingTrace, document_positions
+from stickymoe.models.moe import Experts, FeedForward, MoE, Router
+from stickymoe.routing.layer import LayerParts
+from stickymoe.routing.rules import RouterInput, RouterState, Routing
+from stickymoe.routing.trace import RoutingTrace, token_positions
 from stickymoe.runs.config import ModelConfig
 
 
@@ -31,7 +30,11 @@ class LayerCache:
 
     keys: Float[Tensor, "B heads P dh"]
     values: Float[Tensor, "B heads P dh"]
-    router: State
+    router: RouterState = field(default_factory=RouterState)
+    side: RouterState = field(default_factory=RouterState)
+
+    def select(self, rows: Int[Tensor, " rows"]) -> LayerCache:
+        return LayerCache(self.keys[rows], self.values[rows], self.router.select(rows), self.side.select(rows))
 
 
 @dataclass
@@ -46,14 +49,40 @@ class DecodeCache:
     def empty(cls, n_layers: int) -> DecodeCache:
         return cls(layers=[None] * n_layers)
 
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return 0 if self.position is None else self.position.shape[1]
+
+    def select(self, rows: Int[Tensor, " rows"]) -> DecodeCache:
+        """The cache of some rows, in that order, as beam search needs it."""
+        position, doc = (None if x is None else x[rows] for x in (self.position, self.doc))
+        return DecodeCache([None if c is None else c.select(rows) for c in self.layers], position, doc)
+
+    def append(self, position: Int[Tensor, "B T"], doc: Int[Tensor, "B T"] | None) -> None:
+        self.position = position if self.position is None else torch.cat([self.position, position], dim=1)
+        if doc is not None:
+            self.doc = doc if self.doc is None else torch.cat([self.doc, doc], dim=1)
+
 
 @dataclass(frozen=True)
 class Output:
-    """Of a forward pass: the mean loss if targets were given, else logits; and the trace if anything was routed."""
+    """The mean loss if targets were given, else logits; and the trace if anything was routed."""
 
     loss: Float[Tensor, ""] | None
     logits: Float[Tensor, "B T V"] | None
     trace: RoutingTrace | None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every layer reads beside the residual stream."""
+
+    tokens: Int[Tensor, "B T"]
+    position: Int[Tensor, "B T"]
+    doc: Int[Tensor, "B T"] | None
+    boundary: Bool[Tensor, "B T"] | None
+    attention_mask: Tensor | None
 
 
 class Attention(nn.Module):
@@ -65,7 +94,7 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Float[Tensor, "B T d"], mask: Tensor | None, past: LayerCache | None
-    ) -> tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"], Tensor, Tensor]:
+    ) -> tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"], LayerCache]:
         """The layer's output, the attended values before the output projection, and all keys and values."""
         B, T, d = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_heads, d // self.n_heads).permute(2, 0, 3, 1, 4)
@@ -73,46 +102,60 @@ class Attention(nn.Module):
             k, v = torch.cat([past.keys, k], dim=2), torch.cat([past.values, v], dim=2)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         attended = attended.transpose(1, 2).reshape(B, T, d)
-        return self.out(attended), attended, k, v
+        return self.out(attended), attended, LayerCache(k, v)
 
 
 class Block(nn.Module):
-    def __init__(
-        self,
-        config: ModelConfig,
-        router: Router | None,
-        fast: bool,
-        below: Experts | None,
-        families: Families | None,
-    ) -> None:
+    """Attention, then experts (or a dense network), then the variant's part beside them, if it has one."""
+
+    def __init__(self, config: ModelConfig, parts: LayerParts, fast: bool, below: Experts | None) -> None:
         """`below` are the experts of the layer below, if this one uses the same."""
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.d_model)
-        self.attention = Attention(config.d_model, config.n_heads)
-        self.ffn_norm = nn.LayerNorm(config.d_model)
+        d, N = config.d_model, config.pool_size
+        self.attention_norm = nn.LayerNorm(d)
+        self.attention = Attention(d, config.n_heads)
+        self.ffn_norm = nn.LayerNorm(d)
         self.ffn: MoE | FeedForward
-        if router is None:
-            self.ffn = FeedForward(config.d_model, config.top_k * config.d_ff)
+        if parts.rule is None:
+            self.ffn = FeedForward(d, config.top_k * config.d_ff)
         else:
-            experts = below or Experts(config.pool_size, config.d_model, config.d_ff, fast=fast, families=families)
+            router = Router(d, N, parts.rule, gate_only=parts.gate_only)
+            experts = below or Experts(N, d, config.d_ff, fast=fast, ties=parts.ties)
             self.ffn = MoE(router, experts, shared=below is not None)
+        self.side = parts.side
+
+    def forward(
+        self, x: Float[Tensor, "B T d"], context: Context, past: LayerCache | None
+    ) -> tuple[Float[Tensor, "B T d"], Routing | None, LayerCache]:
+        """The residual stream after the layer, what was routed, and what the next tokens need."""
+        out, attended, cache = self.attention(self.attention_norm(x), context.attention_mask, past)
+        x = x + out
+        seen = RouterInput(self.ffn_norm(x), attended, context.tokens, context.position, context.doc, context.boundary)
+        y, routing = self._feed_forward(seen, cache, past)
+        x = x + y
+        if self.side is not None:
+            out, cache.side = self.side(seen, None if past is None else past.side)
+            x = x + out
+        return x, routing, cache
+
+    def _feed_forward(
+        self, seen: RouterInput, cache: LayerCache, past: LayerCache | None
+    ) -> tuple[Float[Tensor, "B T d"], Routing | None]:
+        if isinstance(self.ffn, FeedForward):
+            return self.ffn(seen.h), None
+        y, routing = self.ffn(seen, None if past is None else past.router)
+        cache.router = routing.state
+        return y, routing
 
 
 class GPT(nn.Module):
-    """The model is handed its routers: `make_router(layer)`, or None from it for the dense control.
+    """The model is handed the parts of each layer by `make_parts(layer)`: its rule, or none for the dense control.
 
-    `fast=False` takes the plain path through experts and head, the reference of the fast one. `families` are experts
-    that begin as one.
+    `fast=False` takes the plain path through experts and head, the reference of the fast one.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        vocab_size: int,
-        make_router: Callable[[int], Router | None],
-        *,
-        fast: bool = True,
-        families: Families | None = None,
+        self, config: ModelConfig, vocab_size: int, make_parts: Callable[[int], LayerParts], *, fast: bool = True
     ) -> None:
         super().__init__()
         self.config = config
@@ -123,7 +166,7 @@ class GPT(nn.Module):
         for layer in range(config.n_layers):
             below = self.blocks[-1].ffn if layer % config.layers_per_pool else None
             shared = below.experts if isinstance(below, MoE) else None
-            self.blocks.append(Block(config, make_router(layer), fast, shared, families))
+            self.blocks.append(Block(config, make_parts(layer), fast, shared))
         self.final_norm = nn.LayerNorm(config.d_model)
         self._initialise()
 
@@ -138,7 +181,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / scale)
         for module in self.modules():
             if isinstance(module, Experts):
-                module.join_families()
+                module.tie()
 
     def forward(
         self,
@@ -148,43 +191,25 @@ class GPT(nn.Module):
         doc: Int[Tensor, "B T"] | None = None,
         cache: DecodeCache | None = None,
         boundary: Bool[Tensor, "B T"] | None = None,
-        done: float = 1.0,
     ) -> Output:
-        """One pass over `tokens`, which continue those in `cache`; the cache is brought up to date in place.
+        """One pass over `tokens`, which continue those in `cache`; the cache is updated in place.
 
-        `mask` marks real tokens (bool, or 0 and 1), which come first in a row; `doc` keeps attention, positions and
-        routing inside documents; `boundary` marks the first tokens of sentences; `done` is the share of training that
-        is over. Targets of −100 do not count.
+        `mask` marks real tokens (bool, or 0 and 1), which come first in a row. `doc` keeps attention, positions and
+        routing inside documents. `boundary` marks the first tokens of sentences. Targets of −100 do not count.
         """
         mask = None if mask is None else mask.bool()
-        _require_whole(tokens, mask, doc, cache)
+        _require_supported(tokens, mask, doc, cache)
         position = self._positions(tokens, doc, cache)
-        attention_mask = _attention_mask(tokens, doc, cache)
+        context = Context(tokens, position, doc, boundary, _attention_mask(tokens, doc, cache))
         x = self.token_embedding(tokens) + self.position_embedding(position)
-        routed: list[Routing] = []
-        ids, places = as_numpy(tokens), as_numpy(position)
+        routed: list[Routing | None] = []
         for i, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            past = cache.layers[i] if cache is not None else None
-            out, attended, keys, values = block.attention(block.attention_norm(x), attention_mask, past)
-            x = x + out
-            h = block.ffn_norm(x)
-            state: State = {}
-            if isinstance(block.ffn, MoE):
-                seen = RouterInput(h, attended, ids, places, doc, boundary, done)
-                y, routing = block.ffn(seen, past.router if past is not None else None)
-                routed.append(routing)
-                state = routing.state
-            else:
-                y = block.ffn(h)
-            x = x + y
+            x, routing, layer_cache = block(x, context, None if cache is None else cache.layers[i])
+            routed.append(routing)
             if cache is not None:
-                cache.layers[i] = LayerCache(keys, values, state)
+                cache.layers[i] = layer_cache
         if cache is not None:
-            cache.position = position if cache.position is None else torch.cat([cache.position, position], dim=1)
-            if doc is not None:
-                cache.doc = doc if cache.doc is None else torch.cat([cache.doc, doc], dim=1)
-
+            cache.append(position, doc)
         mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
         trace = _stack(routed, mask, doc, boundary)
         x = self.final_norm(x)
@@ -194,49 +219,77 @@ class GPT(nn.Module):
         loss = cross_entropy(x.flatten(0, 1), self.token_embedding.weight, targets.flatten())
         return Output(loss=loss, logits=None, trace=trace)
 
+    def set_progress(self, progress: float) -> None:
+        """Tell the model which fraction of the training phase has passed; some rules and ties are annealed by it.
+
+        It counts while the model trains (`model.train()`); in evaluation everything is at its final strength.
+        """
+        for module in self.modules():
+            if isinstance(module, Router | Experts):
+                module.progress = progress
+
+    def gate_parameters(self) -> Iterator[nn.Parameter]:
+        """The weights of all gates."""
+        for module in self.modules():
+            if isinstance(module, Router):
+                yield from module.gate.parameters()
+
+    def expert_bytes(self) -> list[int]:
+        """Bytes of one expert, for each layer that has experts."""
+        return [block.ffn.experts.expert_bytes for block in self.blocks if isinstance(block.ffn, MoE)]
+
+    def other_bytes(self) -> int:
+        """Bytes of every parameter outside the experts: embeddings, attention, norms, gates, dense layers."""
+        experts = {id(p) for m in self.modules() if isinstance(m, Experts) for p in m.parameters()}
+        return sum(p.nbytes for p in self.parameters() if id(p) not in experts)
+
     def _positions(
         self, tokens: Int[Tensor, "B T"], doc: Int[Tensor, "B T"] | None, cache: DecodeCache | None
     ) -> Int[Tensor, "B T"]:
-        """Place in the document, continued from the cache."""
-        B, T = tokens.shape
-        position = document_positions(doc, B, T).to(tokens.device)
+        """Position in the document, continued from the cache."""
+        position = token_positions(torch.ones_like(tokens, dtype=torch.bool), doc)
         if cache is not None and cache.position is not None:
-            goes_on = position == torch.arange(T, device=tokens.device)  # no border since the first new token
+            continues = position == torch.arange(tokens.shape[1], device=tokens.device)  # no new document so far
             if doc is not None and cache.doc is not None:
-                goes_on = goes_on & (doc[:, :1] == cache.doc[:, -1:])
-            position = torch.where(goes_on, position + cache.position[:, -1:] + 1, position)
-        if int(position.max()) >= self.config.seq_len:
-            raise ConfigError(
-                f"The model sees at most seq_len={self.config.seq_len} tokens, got {int(position.max()) + 1}."
-            )
+                continues = continues & (doc[:, :1] == cache.doc[:, -1:])
+            position = torch.where(continues, position + cache.position[:, -1:] + 1, position)
+        longest = tokens.shape[1] + (0 if cache is None else cache.length)
+        if longest > self.config.seq_len and int(position.max()) >= self.config.seq_len:
+            given = int(position.max()) + 1
+            raise ConfigError(f"tokens: got {given} in a row, expected at most seq_len={self.config.seq_len}.")
         return position
 
 
-def _require_whole(tokens: Tensor, mask: Tensor | None, doc: Tensor | None, cache: DecodeCache | None) -> None:
-    """Refuse what would be routed and attended to as something else."""
+def _require_supported(tokens: Tensor, mask: Tensor | None, doc: Tensor | None, cache: DecodeCache | None) -> None:
+    """Refuse input that would be routed or attended to wrongly."""
     if tokens.numel() == 0:
         raise ConfigError(f"tokens: got {list(tokens.shape)}, expected at least one sequence of one token.")
     if mask is not None and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
-        raise ConfigError("mask: got padding before real tokens, which would be attended to; pad on the right.")
+        raise ConfigError("mask: got padding before real tokens, which attention would read; pad on the right.")
     if cache is None:
         return
     if mask is not None and not bool(mask.all()):
-        raise ConfigError("mask: got padding with a cache, which would be gone on from; decode rows of equal length.")
-    if cache.position is not None and (doc is None) != (cache.doc is None):
+        raise ConfigError("mask: padding is not supported with a decode cache; decode rows of equal length.")
+    if cache.length and (doc is None) != (cache.doc is None):
         given, before = ("no documents", "with") if doc is None else ("documents", "without")
         raise ConfigError(f"doc: got {given} after a cache {before} them; pass doc always or never.")
 
 
-def _stack(routed: list[Routing], mask: Tensor, doc: Tensor | None, boundary: Tensor | None) -> RoutingTrace | None:
+def _stack(
+    routed: list[Routing | None], mask: Bool[Tensor, "B T"], doc: Tensor | None, boundary: Tensor | None
+) -> RoutingTrace | None:
     """The layers' routings as one trace; None where nothing was routed."""
-    if not routed:
+    layers = [(layer, r) for layer, r in enumerate(routed) if r is not None]
+    if not layers:
         return None
-    gate_only = [r.g_gate for r in routed if r.g_gate is not None]
+    gate_only = [r.g_gate for _, r in layers if r.g_gate is not None]
     return RoutingTrace(
-        g=torch.stack([r.g for r in routed]),
-        S=torch.stack([r.S for r in routed]),
+        g=torch.stack([r.g for _, r in layers]),
+        S=torch.stack([r.S for _, r in layers]),
+        w=torch.stack([r.w for _, r in layers]),
         mask=mask,
         doc=doc,
+        layers=tuple(layer for layer, _ in layers),
         boundary=boundary,
         g_gate=torch.stack(gate_only) if gate_only else None,
     )
@@ -247,13 +300,13 @@ def _attention_mask(
 ) -> Tensor | None:
     """Which earlier tokens each token may attend to [B or 1, 1, T, P+T]; None for plain causal attention."""
     T = tokens.shape[1]
-    P = cache.position.shape[1] if cache is not None and cache.position is not None else 0
+    P = 0 if cache is None else cache.length
     if doc is None and P == 0:
         return None
     causal = torch.ones(T, P + T, dtype=torch.bool, device=tokens.device).tril(P)
     if doc is None:
         return causal[None, None]
     known = doc if cache is None or cache.doc is None else torch.cat([cache.doc, doc], dim=1)
-    border = F.pad(known[:, 1:] != known[:, :-1], (1, 0))
-    document = border.cumsum(1)  # counted anew: a number that comes back is another document
+    changes = F.pad(known[:, 1:] != known[:, :-1], (1, 0))
+    document = changes.cumsum(1)  # renumbered: a number that occurs again is another document
     return (causal & (document[:, P:, None] == document[:, None, :]))[:, None]

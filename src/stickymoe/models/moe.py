@@ -6,6 +6,8 @@ n tokens, d width, f expert width, N experts, k experts per token, m = n·k rows
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,15 +16,51 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from stickymoe.routing.families import Families
-from stickymoe.routing.routers import Router, RouterInput, Routing, State
+from stickymoe.errors import require
+from stickymoe.routing.rules import RouterInput, RouterState, Routing, RoutingRule
+from stickymoe.routing.ties import TiedExperts
+
+
+class Router(nn.Module):
+    """eq:gate. A gate and a rule; the gate computes in fp32 or wider, whatever the model computes in."""
+
+    def __init__(self, d_model: int, n_experts: int, rule: RoutingRule, *, gate_only: bool = False) -> None:
+        super().__init__()
+        require(1 <= rule.top_k <= n_experts, "top_k", rule.top_k, f"1 … {n_experts} (the number of experts)")
+        self.rule = rule
+        self.gate_only = gate_only
+        self.progress = 1.0  # fraction of the training phase that has passed
+        if isinstance(rule.filter, nn.Module):
+            self.filter = rule.filter  # its parameters are the router's
+        self.gate = nn.Linear(d_model, rule.filter.gates * n_experts, bias=False)
+
+    def forward(self, x: RouterInput, state: RouterState | None = None) -> Routing:
+        """Route the tokens of `x`, which continue those that `state` remembers."""
+        features: Tensor = getattr(x, self.rule.source)
+        progress = self.progress if self.training else 1.0
+        with _without_autocast(features.device.type):
+            routing = self.rule(self._logits(features), x, state, progress)
+            if self.gate_only:
+                alone = self.rule(self._logits(features.detach()), x, state, progress)
+                routing = replace(routing, g_gate=alone.g)
+        return routing
+
+    def _logits(self, features: Float[Tensor, "B T d"]) -> Float[Tensor, "B T M"]:
+        W = self.gate.weight
+        W = W.to(torch.promote_types(W.dtype, torch.float32))
+        return F.linear(features.to(W.dtype), W)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Nothing where autocast is off: entering it costs a decoded token more than its routing."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class Experts(nn.Module):
     """N feed-forward networks with GELU, their weights stacked."""
 
     def __init__(
-        self, n_experts: int, d_model: int, d_ff: int, *, fast: bool = True, families: Families | None = None
+        self, n_experts: int, d_model: int, d_ff: int, *, fast: bool = True, ties: TiedExperts | None = None
     ) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.empty(n_experts, d_ff, d_model))
@@ -30,46 +68,46 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(n_experts, d_model, d_ff))
         self.down_bias = nn.Parameter(torch.empty(n_experts, d_model))
         self.fast = fast
-        kin = families is not None and families.capacity < n_experts  # with a slot for each, all are alone
-        self.families = families if kin else None
+        self.progress = 1.0  # fraction of the training phase that has passed
+        self.ties = ties if ties is not None and ties.capacity < n_experts else None  # with N slots nothing is shared
 
-    def forward(
-        self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"], done: float = 1.0
-    ) -> Float[Tensor, "n d"]:
-        """eq:moe_output, on the fast path or the plain one; both give the same, up to rounding.
-
-        `done` is the share of the training phase that is over, by which families share gradients.
-        """
+    def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
+        """eq:moe_output, on the fast path or the plain one; both give the same result, up to rounding."""
         weights: list[Tensor] = [self.up, self.up_bias, self.down, self.down_bias]
-        if self.families is not None and torch.is_grad_enabled():
-            C, kin = self.families.capacity, self.families.in_common(done)
-            weights = [_SharedGradient.apply(p, C, kin) for p in weights]  # type: ignore[no-untyped-call]
+        if self.ties is not None and torch.is_grad_enabled():
+            C, shared = self.ties.capacity, self.ties.shared_at(self.progress)
+            weights = [_SharedGradient.apply(p, C, shared) for p in weights]  # type: ignore[no-untyped-call]
         return sorted_experts(h, S, w, *weights) if self.fast else plain_experts(h, S, w, *weights)
 
     @torch.no_grad()
-    def join_families(self) -> None:
-        """Give the members of each family the weights of its first."""
-        if self.families is not None:
+    def tie(self) -> None:
+        """Give the experts of each slot the weights of its first expert."""
+        if self.ties is not None:
             for p in self.parameters():
-                p.copy_(p[torch.arange(len(p), device=p.device) % self.families.capacity])
+                p.copy_(p[torch.arange(len(p), device=p.device) % self.ties.capacity])
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        return sum(p[0].nbytes for p in self.parameters())
 
 
 class _SharedGradient(torch.autograd.Function):
-    """The stack as it is; of its gradient a share goes to all members of a family alike, as their mean."""
+    """The identity; a fraction of each expert's gradient is replaced by the mean over the experts of its slot."""
 
     @staticmethod
-    def forward(ctx: Any, stack: Tensor, capacity: int, kin: float) -> Tensor:
-        ctx.terms = capacity, kin
+    def forward(ctx: Any, stack: Tensor, capacity: int, shared: float) -> Tensor:
+        ctx.settings = capacity, shared
         return stack.view_as(stack)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        C, kin = ctx.terms
+        C, shared = ctx.settings
         out = torch.empty_like(grad)
         for slot in range(min(C, len(grad))):
-            family = grad[slot::C]
-            torch.lerp(family, family.mean(0, keepdim=True), kin, out=out[slot::C])
+            members = grad[slot::C]
+            torch.lerp(members, members.mean(0, keepdim=True), shared, out=out[slot::C])
         return out, None, None
 
 
@@ -114,7 +152,7 @@ def sorted_experts(
 
 
 class _SortedExperts(torch.autograd.Function):
-    """Gradients of the stacks are written expert by expert, each once; nothing is accumulated or zeroed in vain."""
+    """Gradients of the stacks are written once, expert by expert; nothing is accumulated or zeroed."""
 
     @staticmethod
     def forward(
@@ -173,7 +211,7 @@ class _SortedExperts(torch.autograd.Function):
 
 
 def _groups(counts: list[int]) -> Iterator[tuple[int, slice]]:
-    """Each expert and its rows, the idle ones too: the gradients of their weights are products of nothing, zero."""
+    """Each expert and its rows. Idle experts are included: their gradients are empty products, so zero."""
     first = 0
     for i, count in enumerate(counts):
         yield i, slice(first, first + count)
@@ -181,7 +219,7 @@ def _groups(counts: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 class MoE(nn.Module):
-    """A router and its experts, or those of an earlier layer: `shared` ones are used here, counted and saved there."""
+    """A router and its experts. `shared` experts belong to an earlier layer, which counts and saves them."""
 
     experts: Experts
 
@@ -189,13 +227,13 @@ class MoE(nn.Module):
         super().__init__()
         self.router = router
         if shared:
-            self.__dict__["experts"] = experts  # past nn.Module, which would own it
+            self.__dict__["experts"] = experts  # not registered, so not owned
         else:
             self.experts = experts
 
-    def forward(self, x: RouterInput, state: State | None) -> tuple[Float[Tensor, "B T d"], Routing]:
+    def forward(self, x: RouterInput, state: RouterState | None) -> tuple[Float[Tensor, "B T d"], Routing]:
         routing = self.router(x, state)
-        y = self.experts(x.h.flatten(0, 1), routing.S.flatten(0, 1), routing.w.flatten(0, 1), x.done)
+        y = self.experts(x.h.flatten(0, 1), routing.S.flatten(0, 1), routing.w.flatten(0, 1))
         return y.view_as(x.h), routing
 
 

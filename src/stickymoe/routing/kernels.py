@@ -1,7 +1,7 @@
-"""Compiled loops over tokens, where each token's outcome needs the one before. Tests hold them to plain loops.
+"""Compiled loops over tokens, where each token's outcome depends on the one before. Tests compare them to plain loops.
 
-Arrays are [B, T, N] or [B, N] of one dtype; position 0 is the start of a document. What a sequence carries on is kept
-in the arrays' own precision, so that its pieces give the same bits as the whole.
+Arrays are [B, T, N] or [B, N] of one dtype; position 0 is the start of a document. State arrays [B, …] are updated in
+place and keep the precision of the input, so that a sequence in pieces gives the same bits as the whole.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from numba import njit
 
 @njit(cache=True)
 def average(x: Any, position: Any, last: Any, decay: Any, out: Any) -> None:
-    """s_t = d·s_t−1 + (1−d)·x_t, and s_t = x_t at a start; the `last` one [B, N] is brought up to date.
+    """s_t = d·s_t−1 + (1−d)·x_t, and s_t = x_t at a start; `last` [B, N] is updated.
 
-    `decay` has a number for each of the equal parts of the N columns.
+    `decay` has one number for each equal part of the N columns.
     """
     B, T, N = x.shape
     width = N // len(decay)
@@ -30,14 +30,14 @@ def average(x: Any, position: Any, last: Any, decay: Any, out: Any) -> None:
 
 @njit(cache=True)
 def average_backward(grad: Any, x: Any, position: Any, before: Any, decay: Any, out: Any, dx: Any) -> float:
-    """Gradient of `average` by x, written to `dx`; answers the one by the decay, where that is one number."""
+    """Gradient of `average` for x, written to `dx`; returns the gradient for the decay, if that is one number."""
     B, T, N = x.shape
     width = N // len(decay)
     by_decay = 0.0
     for b in range(B):
         for i in range(N):
             d = decay[i // width]
-            ahead = 0.0  # by s_t, from all later tokens
+            ahead = 0.0  # with respect to s_t, from all later tokens
             for t in range(T - 1, -1, -1):
                 ahead += grad[b, t, i]
                 if position[b, t] == 0:
@@ -53,7 +53,7 @@ def average_backward(grad: Any, x: Any, position: Any, before: Any, decay: Any, 
 
 @njit(cache=True)
 def _choose(scores: Any, k: int, chosen: Any) -> None:
-    """Mark the k best; of equal ones the lowest index."""
+    """Mark the k best; ties go to the lowest index."""
     chosen[:] = False
     for _ in range(k):
         best = -1
@@ -65,7 +65,7 @@ def _choose(scores: Any, k: int, chosen: Any) -> None:
 
 @njit(cache=True)
 def _heaviest(g: Any, among: Any, left: Any, S: Any) -> None:
-    """Name the most probable of the experts `among` which to choose, heaviest first; `left` is scratch."""
+    """Write the experts of `among` with the highest g to S, heaviest first; `left` is scratch."""
     left[:] = among
     for slot in range(len(S)):
         best = -1
@@ -78,20 +78,21 @@ def _heaviest(g: Any, among: Any, left: Any, S: Any) -> None:
 
 @njit(cache=True)
 def _draw(key: int, salt: int, lots: int, best: Any, k: int, chosen: Any) -> None:
-    """Mark the k that are drawn for a key, always the same; `best` is scratch.
+    """Mark the k entries that a key draws, always the same; `best` is scratch.
 
-    They hold `lots` in turn: who has twice as many is twice as likely to be the first, and so on among the rest.
+    Entries own `lots` in turn: an entry with twice as many lots is twice as likely to be drawn first, and so on among
+    the rest.
     """
     best[:] = np.iinfo(np.int64).min
     for i in range(lots):
         x = np.int64(key) * lots + i + (np.int64(salt) << 40)
-        # Odd factors and shifts that can be undone: different ones stay different.
+        # Odd factors and invertible shifts: different inputs stay different.
         x = x * np.int64(-4658895280553007687)
         x ^= (x >> 32) & ((np.int64(1) << 32) - 1)
         x = x * np.int64(-7723592293110705685)
         x ^= (x >> 29) & ((np.int64(1) << 35) - 1)
-        holder = i % len(best)
-        best[holder] = max(best[holder], ~x)  # turned round: the k smallest are chosen
+        owner = i % len(best)
+        best[owner] = max(best[owner], ~x)  # inverted: the k smallest are chosen
     _choose(best, k, chosen)
 
 
@@ -114,7 +115,7 @@ def softmax(logits: Any, g: Any) -> None:
 
 @njit(cache=True)
 def top_k(g: Any, S: Any) -> None:
-    """The k most probable, heaviest first; of equal ones the lowest index."""
+    """The k experts with the highest g, heaviest first; ties go to the lowest index."""
     B, T, N = g.shape
     every, left = np.ones(N, np.bool_), np.empty(N, np.bool_)
     for b in range(B):
@@ -124,7 +125,7 @@ def top_k(g: Any, S: Any) -> None:
 
 @njit(cache=True)
 def combine(g: Any, S: Any, w: Any) -> None:
-    """The gate probabilities of the selected experts, none less than the least normal number, renormalised."""
+    """The gate probabilities of the selected experts, clamped to the smallest normal number, renormalised."""
     B, T, k = S.shape
     least = np.finfo(g.dtype).tiny
     for b in range(B):
@@ -139,7 +140,7 @@ def combine(g: Any, S: Any, w: Any) -> None:
 
 @njit(cache=True)
 def window_bonus(g: Any, position: Any, left: Any, k: int, window: int, beta: float, bonus: Any) -> None:
-    """β for those among the k best of the W tokens before, else 0; `left` [B, N] counts the tokens it still lasts."""
+    """β for experts in the top-k of one of the W tokens before, else 0; `left` [B, N] counts its remaining tokens."""
     B, T, N = g.shape
     chosen = np.empty(N, np.bool_)
     for b in range(B):
@@ -154,7 +155,7 @@ def window_bonus(g: Any, position: Any, left: Any, k: int, window: int, beta: fl
 
 @njit(cache=True)
 def hysteresis(logits: Any, g: Any, position: Any, chosen: Any, bonus: float, S: Any) -> None:
-    """S = the k best of ℓ_t + m·1[chosen at t−1]; `chosen` [B, N] is brought up to date in place."""
+    """S = the k best of ℓ_t + m·1[chosen at t−1]; `chosen` [B, N] is updated."""
     B, T, N = logits.shape
     k = S.shape[2]
     scores, left = np.empty(N, logits.dtype), np.empty(N, np.bool_)
@@ -180,9 +181,9 @@ def residency(
     decay: float,
     S: Any,
 ) -> None:
-    """S = the k heaviest residents; `resident` and `demand` (a running average) [B, N] are brought up to date.
+    """S = the k heaviest residents; `resident` and `demand` (a running average) [B, N] are updated.
 
-    The first experts are `pinned`: always resident.
+    The first `pinned` experts are always resident.
     """
     B, T, N = signal.shape
     left = np.empty(N, np.bool_)
@@ -194,22 +195,22 @@ def residency(
                 _choose(demand[b, pinned:], capacity - pinned, here[pinned:])
                 here[:pinned] = True
             else:
-                entering, leaving = -1, -1
+                loaded, evicted = -1, -1
                 for i in range(N):
                     demand[b, i] = decay * demand[b, i] + (1.0 - decay) * signal[b, t, i]
                     if here[i]:
-                        if i >= pinned and (leaving < 0 or demand[b, i] <= demand[b, leaving]):
-                            leaving = i
-                    elif entering < 0 or demand[b, i] > demand[b, entering]:
-                        entering = i
-                if entering >= 0 and leaving >= 0 and demand[b, entering] > demand[b, leaving] + margin:
-                    here[entering], here[leaving] = True, False
+                        if i >= pinned and (evicted < 0 or demand[b, i] <= demand[b, evicted]):
+                            evicted = i
+                    elif loaded < 0 or demand[b, i] > demand[b, loaded]:
+                        loaded = i
+                if loaded >= 0 and evicted >= 0 and demand[b, loaded] > demand[b, evicted] + margin:
+                    here[loaded], here[evicted] = True, False
             _heaviest(g[b, t], here, left, S[b, t])
 
 
 @njit(cache=True)
 def two_speed(logits: Any, position: Any, slow: Any, decay: float, out: Any) -> None:
-    """The first N of `logits` [B, T, 2·N], and the average of the others, added up; `slow` [B, N] is that average."""
+    """The first N of `logits` [B, T, 2·N] plus the average of the others; `slow` [B, N] is that average, updated."""
     B, T, N = out.shape
     for b in range(B):
         for t in range(T):
@@ -220,8 +221,8 @@ def two_speed(logits: Any, position: Any, slow: Any, decay: float, out: Any) -> 
 
 
 @njit(cache=True)
-def _family_mean(x: Any, slot: int, capacity: int) -> float:
-    """Over the experts i mod C = `slot` of one token."""
+def _slot_mean(x: Any, slot: int, capacity: int) -> float:
+    """Mean over the experts i mod C = `slot` of one token."""
     total, members = 0.0, 0
     for i in range(slot, len(x), capacity):
         total += x[i]
@@ -230,11 +231,11 @@ def _family_mean(x: Any, slot: int, capacity: int) -> float:
 
 
 @njit(cache=True)
-def sibling_logits(logits: Any, position: Any, averages: Any, capacity: int, d: float, s: float, out: Any) -> None:
-    """Mean of each family i mod C averaged with decay d, and the experts' own logits with decay s, added up.
+def slot_logits(logits: Any, position: Any, averages: Any, capacity: int, d: float, s: float, out: Any) -> None:
+    """Slot means averaged with decay d plus the experts' own logits averaged with decay s; slots are i mod C.
 
-    Of `logits` [B, T, 2·N] the first N are the families', the others their own. Of [B, T, 3·N] the last are averaged,
-    and the mean of the first is added as it is. Both `averages` [B, 2·N] are brought up to date.
+    Of `logits` [B, T, 2·N] the first N are for slots, the others for experts. Of [B, T, 3·N] the last N are averaged
+    for slots, and the slot means of the first N are added unaveraged. Both `averages` [B, 2·N] are updated.
     """
     B, T, N = out.shape
     token = logits.shape[2] == 3 * N
@@ -244,8 +245,8 @@ def sibling_logits(logits: Any, position: Any, averages: Any, capacity: int, d: 
             start = position[b, t] == 0
             first, own, last = logits[b, t, :N], logits[b, t, N : 2 * N], logits[b, t, -N:]
             for slot in range(min(capacity, N)):
-                mean = _family_mean(last if token else first, slot, capacity)
-                now = _family_mean(first, slot, capacity) if token else 0.0
+                mean = _slot_mean(last if token else first, slot, capacity)
+                now = _slot_mean(first, slot, capacity) if token else 0.0
                 for i in range(slot, N, capacity):
                     fast[i] = mean if start else d * fast[i] + (1.0 - d) * mean
                     slow[i] = own[i] if start else s * slow[i] + (1.0 - s) * own[i]
@@ -253,56 +254,91 @@ def sibling_logits(logits: Any, position: Any, averages: Any, capacity: int, d: 
 
 
 @njit(cache=True)
-def siblings(
-    g: Any, keys: Any, salt: int, position: Any, resident: Any, capacity: int, margin: float, rest: int, S: Any
-) -> None:
-    """S = the k heaviest residents, one of each family i mod C; who is `resident` [B, N] is brought up to date.
+def _slot_shares(g: Any, capacity: int, total: Any, share: Any) -> None:
+    """Each expert's fraction of the gate weight of its slot, written to `share`; `total` [C] is scratch."""
+    total[:] = 0.0
+    for i in range(len(g)):
+        total[i % capacity] += g[i]
+    for i in range(len(g)):
+        share[i] = g[i] / total[i % capacity] if total[i % capacity] > 0.0 else 0.0
 
-    That is 0 for who is not, else the tokens since it moved in, from 1 to `rest`: so long is it from one load to the
-    next. An expert's share is what it has of the gate weight of its family. With `keys` [B, T] the k families of a
-    token are those of its key, where a larger family has more lots.
+
+@njit(cache=True)
+def _fill_slots(share: Any, capacity: int, rest: int, resident: Any, age: Any) -> None:
+    """The expert with the highest share of each slot becomes resident, free to be replaced at once."""
+    N = len(share)
+    for slot in range(min(capacity, N)):
+        best = slot
+        for i in range(slot, N, capacity):
+            if share[i] > share[best]:
+                best = i
+        for i in range(slot, N, capacity):
+            resident[i] = i == best
+            age[i] = rest if i == best else 0
+
+
+@njit(cache=True)
+def _largest_win(share: Any, capacity: int, margin: float, resident: Any) -> Any:
+    """The non-resident that beats the resident of its slot by most, and that resident; −1 if none wins by `margin`."""
+    N = len(share)
+    loaded, evicted = -1, -1
+    for slot in range(min(capacity, N)):
+        holder, best = -1, -1
+        for i in range(slot, N, capacity):
+            if resident[i]:
+                holder = i
+            elif best < 0 or share[i] > share[best]:
+                best = i
+        if (
+            best >= 0
+            and share[best] > share[holder] + margin
+            and (loaded < 0 or share[best] - share[holder] > share[loaded] - share[evicted])
+        ):
+            loaded, evicted = best, holder
+    return loaded, evicted
+
+
+@njit(cache=True)
+def slot_choice(
+    g: Any,
+    keys: Any,
+    salt: int,
+    position: Any,
+    resident: Any,
+    age: Any,
+    capacity: int,
+    margin: float,
+    rest: int,
+    S: Any,
+) -> None:
+    """S = the k heaviest residents, one resident for each slot i mod C; `resident` and `age` [B, N] are updated.
+
+    The age of a resident counts tokens since its load, up to `rest`: loads are at least so many tokens apart. With
+    `keys` [B, T] the k slots of a token are drawn by its key, and a slot has as many lots as experts.
     """
     B, T, N = g.shape
+    slots = min(capacity, N)
     left, here = np.empty(N, np.bool_), np.empty(N, np.bool_)
-    whole, share = np.empty(capacity, g.dtype), np.empty(N, g.dtype)
-    families = min(capacity, N)
-    best_lot, drawn = np.empty(families, np.int64), np.empty(families, np.bool_)
-    lots = families if N % families == 0 else N
+    total, share = np.empty(capacity, g.dtype), np.empty(N, g.dtype)
+    best_lot, drawn = np.empty(slots, np.int64), np.empty(slots, np.bool_)
+    lots = slots if N % slots == 0 else N
     for b in range(B):
-        tokens = resident[b]
         for t in range(T):
-            start = position[b, t] == 0
-            whole[:] = 0.0
-            for i in range(N):
-                whole[i % capacity] += g[b, t, i]
-            rested = True
-            for i in range(N):
-                share[i] = g[b, t, i] / whole[i % capacity] if whole[i % capacity] > 0.0 else 0.0
-                here[i] = tokens[i] > 0
-                if here[i]:
-                    rested = rested and tokens[i] >= rest
-                    tokens[i] = min(tokens[i] + 1, rest)
-            entering, leaving = -1, -1
-            for slot in range(families):
-                holder, best = -1, -1
-                for i in range(slot, N, capacity):
-                    if here[i] and not start:
-                        holder = i
-                    elif best < 0 or share[i] > share[best]:
-                        best = i
-                if start:
-                    for i in range(slot, N, capacity):
-                        here[i] = i == best
-                        tokens[i] = rest if i == best else 0
-                elif (
-                    best >= 0
-                    and share[best] > share[holder] + margin
-                    and (entering < 0 or share[best] - share[holder] > share[entering] - share[leaving])
-                ):
-                    entering, leaving = best, holder
-            if entering >= 0 and rested:
-                here[entering], here[leaving] = True, False
-                tokens[entering], tokens[leaving] = 1, 0
+            _slot_shares(g[b, t], capacity, total, share)
+            if position[b, t] == 0:
+                _fill_slots(share, capacity, rest, resident[b], age[b])
+            else:
+                rested = True
+                for i in range(N):
+                    if resident[b, i]:
+                        rested = rested and age[b, i] >= rest
+                        age[b, i] = min(age[b, i] + 1, rest)
+                if rested:
+                    loaded, evicted = _largest_win(share, capacity, margin, resident[b])
+                    if loaded >= 0:
+                        resident[b, loaded], resident[b, evicted] = True, False
+                        age[b, loaded], age[b, evicted] = 1, 0
+            here[:] = resident[b]
             if keys.size > 0:
                 _draw(keys[b, t], salt, lots, best_lot, S.shape[2], drawn)
                 for i in range(N):
@@ -312,9 +348,9 @@ def siblings(
 
 @njit(cache=True)
 def rent(g: Any, position: Any, missed: Any, unused: Any, resident: Any, capacity: int, price: float, S: Any) -> None:
-    """S = the k heaviest residents; the state [B, N] (weight missed, slots unused, who is resident) is updated.
+    """S = the k heaviest residents; the state [B, N] (weight missed, ranks unused, resident) is updated.
 
-    Of a resident `unused` counts k for each token since its last use, and the heavier experts of that token.
+    For a resident, `unused` counts k for each token since its last use, plus the heavier experts of that token.
     """
     B, T, N = g.shape
     k = S.shape[2]
@@ -330,21 +366,21 @@ def rent(g: Any, position: Any, missed: Any, unused: Any, resident: Any, capacit
             else:
                 _heaviest(g[b, t], here, left, S[b, t])
                 least = g[b, t, S[b, t, k - 1]]
-                entering, leaving = -1, -1
+                loaded, evicted = -1, -1
                 for i in range(N):
                     if not here[i]:
                         missed[b, i] += max(0.0, g[b, t, i] - least)
-                        if g[b, t, i] > least and (entering < 0 or missed[b, i] > missed[b, entering]):
-                            entering = i
+                        if g[b, t, i] > least and (loaded < 0 or missed[b, i] > missed[b, loaded]):
+                            loaded = i
                     elif (
-                        leaving < 0
-                        or unused[b, i] > unused[b, leaving]
-                        or (unused[b, i] == unused[b, leaving] and g[b, t, i] <= g[b, t, leaving])
+                        evicted < 0
+                        or unused[b, i] > unused[b, evicted]
+                        or (unused[b, i] == unused[b, evicted] and g[b, t, i] <= g[b, t, evicted])
                     ):
-                        leaving = i
-                if entering >= 0 and missed[b, entering] > price:
-                    here[entering], here[leaving] = True, False
-                    missed[b, entering], missed[b, leaving] = 0.0, 0.0
+                        evicted = i
+                if loaded >= 0 and missed[b, loaded] > price:
+                    here[loaded], here[evicted] = True, False
+                    missed[b, loaded], missed[b, evicted] = 0.0, 0.0
                     _heaviest(g[b, t], here, left, S[b, t])
             unused[b] += k
             for slot in range(k):
@@ -353,7 +389,7 @@ def rent(g: Any, position: Any, missed: Any, unused: Any, resident: Any, capacit
 
 @njit(cache=True)
 def segment(logits: Any, g: Any, position: Any, total: Any, chosen: Any, window: int, S: Any) -> None:
-    """One choice per W tokens; `chosen` and `total` (the segment's logits so far) [B, N] are brought up to date."""
+    """One choice per W tokens; `chosen` and `total` (sum of the segment's logits so far) [B, N] are updated."""
     B, T, N = logits.shape
     k = S.shape[2]
     left = np.empty(N, np.bool_)
@@ -367,23 +403,23 @@ def segment(logits: Any, g: Any, position: Any, total: Any, chosen: Any, window:
 
 
 @njit(cache=True)
-def carried(values: Any, position: Any, borders: Any, window: int, last: Any, out: Any) -> None:
-    """The value at the start of each token's span; the `last` one [B, 1] is brought up to date.
+def span_keys(values: Any, position: Any, boundaries: Any, window: int, last: Any, out: Any) -> None:
+    """The value at the start of each token's span; `last` [B, 1] is updated.
 
-    A span is a document, `window` tokens of it if that is not 0, and ends at `borders` [B, T] if there are any.
+    A span is a document, or `window` tokens of it if that is not 0; it also ends at `boundaries` [B, T], if given.
     """
     B, T = out.shape
     for b in range(B):
         for t in range(T):
             place = position[b, t]
-            if place == 0 or (window > 0 and place % window == 0) or (borders.size > 0 and borders[b, t]):
+            if place == 0 or (window > 0 and place % window == 0) or (boundaries.size > 0 and boundaries[b, t]):
                 last[b, 0] = values[b, t]
             out[b, t] = last[b, 0]
 
 
 @njit(cache=True)
 def hashed(keys: Any, g: Any, salt: int, S: Any) -> None:
-    """For every key k different experts, each as likely as any other and always the same, heaviest first."""
+    """For every key k different experts, always the same, heaviest first; all experts are equally likely."""
     B, T, N = g.shape
     best_lot, chosen, left = np.empty(N, np.int64), np.empty(N, np.bool_), np.empty(N, np.bool_)
     for b in range(B):
@@ -396,7 +432,7 @@ def hashed(keys: Any, g: Any, salt: int, S: Any) -> None:
 def soft_cache(use: Any, valid: Any, start: Any, capacity: float, held: Any, misses: Any) -> None:
     """a = u·(1−m) to `misses`, m before each token to `held`; tokens that are not `valid` leave the cache alone.
 
-    Then m ← m + a − e, where e makes room for what exceeds C, taken in proportion to m·(1−u).
+    Then m ← m + a − e, where e evicts what exceeds C, in proportion to m·(1−u).
     """
     B, T, N = use.shape
     m = np.empty(N, use.dtype)
@@ -421,9 +457,9 @@ def soft_cache(use: Any, valid: Any, start: Any, capacity: float, held: Any, mis
 
 @njit(cache=True)
 def soft_cache_backward(grad: Any, use: Any, valid: Any, start: Any, capacity: float, held: Any, du: Any) -> None:
-    """Gradient of `soft_cache` by u, where `grad` [B, T, N] is the one by the misses a."""
+    """Gradient of `soft_cache` with respect to u; `grad` [B, T, N] is the one with respect to the misses a."""
     B, T, N = use.shape
-    ahead = np.empty(N, use.dtype)  # by m after the token
+    ahead = np.empty(N, use.dtype)  # with respect to m after the token
     for b in range(B):
         ahead[:] = 0.0
         for t in range(T - 1, -1, -1):

@@ -1,11 +1,12 @@
-"""The loss equations, as pure functions of a `RoutingTrace`.
+"""The loss equations, as pure functions of a `RoutingTrace`, and `objective`, which sums them.
 
-Each `*_by_layer` function answers one value per layer; the loss of the same name is their mean.
+Each `*_by_layer` function returns one value per layer; the loss of the same name is their mean.
 A pair of tokens counts only if both are real and in the same document.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,25 +18,52 @@ from torch.autograd.function import once_differentiable
 
 from stickymoe.errors import require
 from stickymoe.routing import kernels
-from stickymoe.routing.trace import RoutingTrace, document_positions, family_sums
+from stickymoe.routing.terms import Term
+from stickymoe.routing.trace import RoutingTrace, slot_sums
 
 _SMALL = 1e-6  # keeps logarithms finite where a gate is 0 or 1
 
 
 @dataclass(frozen=True)
 class LossContext:
-    """What a loss needs that one trace cannot carry.
+    """What a loss needs beside the trace.
 
-    `load` is the expert load f of the whole batch when the trace holds only a process's share of it. `share_block`
-    adjacent layers have the same expert weights.
+    `load` is the expert load f of the whole batch, where the trace holds only the part of one process. `share_block`
+    adjacent layers use the same expert weights. `reference` is the trace of a frozen model on the same tokens.
     """
 
     load: Float[Tensor, "L N"] | None = None
     share_block: int = 1
+    reference: RoutingTrace | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The weighted sum of all terms, and the unweighted value of each, by its symbol."""
+
+    total: Float[Tensor, ""]
+    values: dict[str, Float[Tensor, ""]]
+
+
+def objective(
+    trace: RoutingTrace, terms: Iterable[Term], context: LossContext | None = None, progress: float = 1.0
+) -> Objective:
+    """eq:total_loss, eq:total_loss_softhard, eq:full_loss, eq:base. Everything beside cross-entropy: Σ weight · term.
+
+    `progress` is the fraction of the training phase that has passed; terms with a warm-up depend on it.
+    """
+    context = context or LossContext()
+    total = trace.g.new_zeros(())
+    values: dict[str, Tensor] = {}
+    for term in terms:
+        value = term.fn(trace, context)
+        total = total + term.weighted(value, progress)
+        values[term.symbol] = value.mean()
+    return Objective(total, values)
 
 
 def expert_load(trace: RoutingTrace) -> Float[Tensor, "L N"]:
-    """f: the share of each expert in all k slots of the real tokens; sums to 1 in every layer."""
+    """f: the fraction of all k selections of the real tokens that each expert gets; sums to 1 in every layer."""
     L, _, _, N = trace.g.shape
     chosen = trace.S[:, trace.mask].flatten(1)  # [L, real·k]
     counts = trace.g.new_zeros(L, N).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=trace.g.dtype))
@@ -52,27 +80,27 @@ def _real_mean(trace: RoutingTrace, x: Float[Tensor, "L B T n"]) -> Float[Tensor
     return torch.where(trace.mask[..., None], x, 0.0).sum((1, 2)) / trace.mask.sum().clamp(min=1)
 
 
-def family_balance_by_layer(
+def slot_balance_by_layer(
     trace: RoutingTrace, *, capacity: int, load: Float[Tensor, "L N"] | None = None, within: bool = False
 ) -> Float[Tensor, " L"]:
-    """Σ_c F_c·P_c / r_c over the families i mod C, and the mean over families of L_bal among the members of each.
+    """Σ_c F_c·P_c / r_c over the slots c = i mod C, plus the mean over slots of L_bal among the experts of each.
 
-    F and P are a family's load and gate weight, r_c its right share, by the root of its size: an even use of slots
-    would leave members of large families idle, an even use of experts would have every token use a large family.
-    2 where all have their shares. Only the second part if it is to be `within` families: where no gate chooses the
-    family, F does not answer to P, and the first would drive P to one of them.
+    F and P are the load and the gate weight of a slot. Its target share r_c is proportional to the square root of its
+    number of experts: equal use of slots would leave experts of large slots idle, equal use of experts would make
+    every token use a large slot. The minimum is 2. With `within` only the second part counts: where no gate chooses
+    the slot, F does not depend on P, and the first part would drive P to a single slot.
     """
     f = expert_load(trace) if load is None else load
     N, capacity = trace.g.shape[-1], min(capacity, trace.g.shape[-1])
-    family = torch.arange(N, device=f.device) % capacity
-    sizes = family_sums(f.new_ones(N), capacity)
-    right = sizes.sqrt() / sizes.sqrt().sum()
+    slot = torch.arange(N, device=f.device) % capacity
+    sizes = slot_sums(f.new_ones(N), capacity)
+    target = sizes.sqrt() / sizes.sqrt().sum()
     tiny = torch.finfo(f.dtype).tiny
-    G, F = family_sums(trace.g, capacity), family_sums(f, capacity)
-    p_within = _real_mean(trace, trace.g / G[..., family].clamp(min=tiny))
-    f_within = f / F[:, family].clamp(min=tiny)
-    among_members = (sizes[family] * f_within * p_within).sum(-1) / capacity
-    return among_members if within else among_members + (F * _real_mean(trace, G) / right).sum(-1)
+    G, F = slot_sums(trace.g, capacity), slot_sums(f, capacity)
+    p_within = _real_mean(trace, trace.g / G[..., slot].clamp(min=tiny))
+    f_within = f / F[:, slot].clamp(min=tiny)
+    within_slots = (sizes[slot] * f_within * p_within).sum(-1) / capacity
+    return within_slots if within else within_slots + (F * _real_mean(trace, G) / target).sum(-1)
 
 
 def consistency_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
@@ -89,13 +117,11 @@ def _pair_mean(trace: RoutingTrace, step: Float[Tensor, "L B steps"]) -> Float[T
 def anchor_by_layer(trace: RoutingTrace, *, window: int, anchor_gradient: bool = False) -> Float[Tensor, " L"]:
     """eq:hard_loss. Σ (t−s)/W · ‖g_t − g_s‖² over real tokens, s the first token of t's window; divided by real tokens.
 
-    Windows are counted from the start of the document, padding in front included: pad on the right. The anchor is fixed
-    unless `anchor_gradient`.
+    Windows are counted from the first real token of the document. The anchor is fixed unless `anchor_gradient`.
     """
     require(window >= 1, "window", window, "a whole number ≥ 1")
     L, B, T, N = trace.g.shape
-    position = document_positions(trace.doc, B, T).to(trace.g.device)
-    offset = position % window  # t − s
+    offset = trace.positions % window  # t − s
     s = torch.arange(T, device=trace.g.device) - offset  # [B, T]
     anchor = trace.g.gather(2, s[None, ..., None].expand(L, B, T, N))
     if not anchor_gradient:
@@ -122,7 +148,8 @@ def cross_layer_loss(trace: RoutingTrace, *, share_block: int | None = None) -> 
 def boundary_by_layer(trace: RoutingTrace, *, across: float) -> Float[Tensor, " L"]:
     """Σ ω·‖g_t − g_t−1‖² / Σ ω over pairs; ω = `across` where t begins a sentence or paragraph, 1 elsewhere.
 
-    What is released at the ends is thereby laid on the pairs inside. Without flags it is eq:cons_loss.
+    The weights are normalised, so pairs inside a sentence gain what pairs across an end lose. Without flags it is
+    eq:cons_loss.
     """
     if trace.boundary is None:
         return consistency_by_layer(trace)
@@ -165,39 +192,37 @@ def adjacent_entropy_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
 
 
 def chunk_by_layer(trace: RoutingTrace, *, window: int) -> Float[Tensor, " L"]:
-    """1 − Π_t (1 − g_t)^k, mean over experts and chunks of W tokens: the share of experts a chunk calls (BlockFFN).
+    """1 − Π_t (1 − g_t)^k, mean over experts and chunks of W tokens: the fraction of experts in use (BlockFFN).
 
-    Chunks are counted from the start of the document, as windows are; those without a real token do not count.
+    Chunks are counted from the first real token of the document. Chunks without a real token do not count.
     """
     require(window >= 1, "window", window, "a whole number ≥ 1")
     L, B, T, N = trace.g.shape
-    position = document_positions(trace.doc, B, T).to(trace.g.device)
-    chunk = (position % window == 0).cumsum(1) - 1  # [B, T]
-    stays_out = trace.S.shape[-1] * (1 - trace.g).clamp(min=_SMALL).log()
-    stays_out = torch.where(trace.mask[..., None], stays_out, 0.0)
+    chunk = ((trace.positions % window == 0).cumsum(1) - 1).clamp(min=0)  # [B, T]
+    log_unused = trace.S.shape[-1] * (1 - trace.g).clamp(min=_SMALL).log()
+    log_unused = torch.where(trace.mask[..., None], log_unused, 0.0)
     index = chunk[None, ..., None].expand(L, B, T, N)
-    called = 1 - torch.zeros_like(trace.g).scatter_add(2, index, stays_out).exp()  # no more chunks than tokens
+    used = 1 - torch.zeros_like(trace.g).scatter_add(2, index, log_unused).exp()  # no more chunks than tokens
     n_chunks = torch.zeros_like(chunk).scatter_add(1, chunk, trace.mask.long()).gt(0).sum()
-    return called.mean(-1).sum((1, 2)) / n_chunks.clamp(min=1)
+    return used.mean(-1).sum((1, 2)) / n_chunks.clamp(min=1)
 
 
 def expected_misses_by_layer(trace: RoutingTrace, *, capacity: int) -> Float[Tensor, " L"]:
-    """Σ_i a_i, mean over real tokens: the misses of a soft cache that holds the share m_i of expert i, Σ m ≤ C.
+    """Σ_i a_i, mean over real tokens: the misses of a soft cache that holds the fraction m_i of expert i, Σ m ≤ C.
 
-    u = min(1, k·g),  a = u·(1−m),  m ← m + a − e;  e makes room for what exceeds C, in proportion to m·(1−u).
+    u = min(1, k·g),  a = u·(1−m),  m ← m + a − e;  e evicts what exceeds C, in proportion to m·(1−u).
     The cache is empty at the start of a document.
     """
     k = trace.S.shape[-1]
     require(capacity >= k, "variant.slots", capacity, f"at least the {k} experts of a token")
-    _, B, T, _ = trace.g.shape
-    start = document_positions(trace.doc, B, T).to(trace.g.device) == 0
+    start = trace.positions == 0
     use = (k * trace.g).clamp(max=1)
     misses: Tensor = _SoftCache.apply(use, trace.mask, start, capacity)  # type: ignore[no-untyped-call]
     return misses.sum((1, 2, 3)) / trace.mask.sum().clamp(min=1)
 
 
 class _SoftCache(torch.autograd.Function):
-    """The misses a [L, B, T, N] of `kernels.soft_cache`, layers taken as further sequences."""
+    """The misses a [L, B, T, N] of `kernels.soft_cache`, with layers as further sequences."""
 
     @staticmethod
     def forward(ctx: Any, use: Tensor, mask: Bool[Tensor, "B T"], start: Bool[Tensor, "B T"], capacity: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Router parts in which a token's outcome needs the one before: compiled scans, of O(B·T·N) memory.
+"""Rule parts in which a token's outcome depends on the token before: compiled scans of O(B·T·N) memory.
 
-The scans run on the CPU; logits of another device go there and back, which are N numbers a token.
+The scans run on the CPU. Logits of another device are copied there and back: N numbers per token.
 B sequences, T tokens, N experts, k experts per token, M logits of a token.
 """
 
@@ -20,48 +20,49 @@ from torch.autograd.function import once_differentiable
 
 from stickymoe.errors import require
 from stickymoe.routing import kernels
-from stickymoe.routing.routers import RouterInput, Scanned, State
-from stickymoe.routing.scan import as_numpy, as_tensor, remembered
+from stickymoe.routing.arrays import as_numpy, as_tensor
+from stickymoe.routing.rules import RouterInput, RouterState, ScannedChoice, state_of
 
 _NO_KEYS = np.empty((0, 0), np.int64)
-_FOREVER = 2.0**31  # tokens that no sequence has
+_FOREVER = 2.0**31  # more tokens than any sequence has
 
 
 class Smooth:
     """s_t = d·s_t−1 + (1−d)·h_t, s_t = h_t at the start of a document: a causal average of what the gate reads.
 
-    The gate is linear, so averaging its logits is averaging its input, at N/d_model of the cost. Of several decays each
-    is that of an equal part of the logits.
+    The gate is linear, so averaging its logits equals averaging its input, at N/d_model of the cost. With several
+    decays, each belongs to an equal part of the logits.
     """
 
     gates = 1
 
     def __init__(self, *decay: float, name: str = "smooth") -> None:
-        """`name` is that of the average in the router's state."""
+        """`name` is the name of the average in the router's state."""
         self.decay = np.array(decay)
         self.name = name
 
     def __call__(
-        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State, decay: Float[Tensor, ""] | None = None
-    ) -> tuple[Float[Tensor, "B T N"], State]:
-        """`decay` is the same number as a tensor, if that is to have a gradient."""
-        values = as_numpy(logits)
-        before = remembered(state, self.name, x.position, values.shape[-1], values.dtype)
+        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: RouterState, decay: Float[Tensor, ""] | None = None
+    ) -> tuple[Float[Tensor, "B T N"], RouterState]:
+        """`decay` is the same number as a tensor, if it needs a gradient."""
+        values, position = as_numpy(logits), x.array("position")
+        before = state.remembered(self.name, position, values.shape[-1], values.dtype)
         out, state = self.scan(values, x, state)
-        arrays = values, x.position, before, self.decay, out
+        arrays = values, position, before, self.decay, out
         return _Average.apply(logits, decay, as_tensor(out, logits), arrays), state  # type: ignore[no-untyped-call]
 
     def scan(
-        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
-    ) -> tuple[Float[np.ndarray, "B T N"], State]:
-        last = remembered(state, self.name, x.position, logits.shape[-1], logits.dtype)
+        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: RouterState
+    ) -> tuple[Float[np.ndarray, "B T N"], RouterState]:
+        position = x.array("position")
+        last = state.remembered(self.name, position, logits.shape[-1], logits.dtype)
         out = np.empty_like(logits)
-        kernels.average(logits, x.position, last, self.decay, out)
-        return out, {self.name: last}
+        kernels.average(logits, position, last, self.decay, out)
+        return out, state_of(**{self.name: last})
 
 
 class LearnedSmooth(nn.Module):
-    """Smooth with the decay σ(logit(d) + bias), one bias per layer, which starts at 0."""
+    """Smooth with the decay σ(logit(d) + bias), one bias per layer, initialised to 0."""
 
     gates = 1
 
@@ -71,14 +72,14 @@ class LearnedSmooth(nn.Module):
         self.decay_bias = nn.Parameter(torch.zeros(()))
 
     def forward(
-        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: State
-    ) -> tuple[Float[Tensor, "B T N"], State]:
+        self, logits: Float[Tensor, "B T N"], x: RouterInput, state: RouterState
+    ) -> tuple[Float[Tensor, "B T N"], RouterState]:
         decay = self._decay()
         return Smooth(decay.item())(logits, x, state, decay)
 
     def scan(
-        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: State
-    ) -> tuple[Float[np.ndarray, "B T N"], State]:
+        self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: RouterState
+    ) -> tuple[Float[np.ndarray, "B T N"], RouterState]:
         return Smooth(self._decay().item()).scan(logits, x, state)
 
     def _decay(self) -> Float[Tensor, ""]:
@@ -87,7 +88,7 @@ class LearnedSmooth(nn.Module):
 
 
 class TwoSpeed:
-    """ℓ_t + smooth(ℓ')_t: of the two gates one reads the token, the other the average of its document so far."""
+    """ℓ_t + smooth(ℓ')_t: one gate reads the token, the other the average of its document so far."""
 
     gates = 2
 
@@ -96,62 +97,65 @@ class TwoSpeed:
         self.slow = Smooth(decay, name="slow")
 
     def __call__(
-        self, logits: Float[Tensor, "B T M"], x: RouterInput, state: State
-    ) -> tuple[Float[Tensor, "B T N"], State]:
+        self, logits: Float[Tensor, "B T M"], x: RouterInput, state: RouterState
+    ) -> tuple[Float[Tensor, "B T N"], RouterState]:
         now, average = logits.chunk(2, dim=-1)
         slow, state = self.slow(average, x, state)
         return now + slow, state
 
     def scan(
-        self, logits: Float[np.ndarray, "B T M"], x: RouterInput, state: State
-    ) -> tuple[Float[np.ndarray, "B T N"], State]:
+        self, logits: Float[np.ndarray, "B T M"], x: RouterInput, state: RouterState
+    ) -> tuple[Float[np.ndarray, "B T N"], RouterState]:
         B, T, M = logits.shape
-        slow = remembered(state, "slow", x.position, M // 2, logits.dtype)
+        position = x.array("position")
+        slow = state.remembered("slow", position, M // 2, logits.dtype)
         out = np.empty((B, T, M // 2), logits.dtype)
-        kernels.two_speed(logits, x.position, slow, self.decay, out)
-        return out, {"slow": slow}
+        kernels.two_speed(logits, position, slow, self.decay, out)
+        return out, state_of(slow=slow)
 
 
-class SiblingGates:
-    """a_c + b_i for expert i of family c: one gate for the families, a slower one to tell siblings apart.
+class SlotGates:
+    """a_c + b_i for expert i of slot c = i mod C: one gate for the slots, a slower one for the experts within a slot.
 
-    a is the mean over the family of the first gate's logits, smoothed with decay d; b are the second's, with decay s.
-    With `token` the first gate reads the token alone, and the mean of a third's, smoothed with d, is added.
+    a is the mean over the slot of the first gate's logits, smoothed with decay d; b are the second gate's logits,
+    smoothed with decay s. With `token` the first gate reads the token alone, and the mean of a third gate's logits,
+    smoothed with d, is added.
     """
 
     def __init__(self, capacity: int, *, fast: float, slow: float, token: bool = False) -> None:
         self.gates = 3 if token else 2
-        self.terms = capacity, fast, slow
+        self.settings = capacity, fast, slow
         self.averages = Smooth(fast, slow, name="averages")
 
     def __call__(
-        self, logits: Float[Tensor, "B T M"], x: RouterInput, state: State
-    ) -> tuple[Float[Tensor, "B T N"], State]:
+        self, logits: Float[Tensor, "B T M"], x: RouterInput, state: RouterState
+    ) -> tuple[Float[Tensor, "B T N"], RouterState]:
         first, own, *context = logits.chunk(self.gates, dim=-1)
-        families = self._mean(context[0] if context else first)
-        averages, state = self.averages(torch.cat([families, own], dim=-1), x, state)
+        slots = self._slot_mean(context[0] if context else first)
+        averages, state = self.averages(torch.cat([slots, own], dim=-1), x, state)
         a, b = averages.chunk(2, dim=-1)
-        return (a + self._mean(first) + b if context else a + b), state
+        return (a + self._slot_mean(first) + b if context else a + b), state
 
     def scan(
-        self, logits: Float[np.ndarray, "B T M"], x: RouterInput, state: State
-    ) -> tuple[Float[np.ndarray, "B T N"], State]:
+        self, logits: Float[np.ndarray, "B T M"], x: RouterInput, state: RouterState
+    ) -> tuple[Float[np.ndarray, "B T N"], RouterState]:
         B, T, M = logits.shape
         N = M // self.gates
-        averages = remembered(state, "averages", x.position, 2 * N, logits.dtype)
+        position = x.array("position")
+        averages = state.remembered("averages", position, 2 * N, logits.dtype)
         out = np.empty((B, T, N), logits.dtype)
-        kernels.sibling_logits(logits, x.position, averages, *self.terms, out)
-        return out, {"averages": averages}
+        kernels.slot_logits(logits, position, averages, *self.settings, out)
+        return out, state_of(averages=averages)
 
-    def _mean(self, logits: Float[Tensor, "B T N"]) -> Float[Tensor, "B T N"]:
-        """Over the family of each expert."""
-        family = torch.arange(logits.shape[-1], device=logits.device) % self.terms[0]
-        same = (family[:, None] == family).to(logits.dtype)
+    def _slot_mean(self, logits: Float[Tensor, "B T N"]) -> Float[Tensor, "B T N"]:
+        """Each expert's mean over its slot."""
+        slot = torch.arange(logits.shape[-1], device=logits.device) % self.settings[0]
+        same = (slot[:, None] == slot).to(logits.dtype)
         return logits @ (same / same.sum(0))
 
 
 class _Average(torch.autograd.Function):
-    """Gives a finished kernels.average its gradient; `arrays` are what went in, and last what came out."""
+    """Gives the result of kernels.average its gradient; `arrays` are the inputs, and last the output."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, decay: Tensor | None, smooth: Tensor, arrays: tuple[Any, ...]) -> Tensor:
@@ -168,108 +172,117 @@ class _Average(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Hysteresis(Scanned):
-    """S_t = top-k of ℓ_t + m·1[e ∈ S_t−1], g = softmax(ℓ): what was chosen last is chosen on unless beaten by m."""
+class Hysteresis(ScannedChoice):
+    """S_t = top-k of ℓ_t + m·1[e ∈ S_t−1]: an expert stays chosen unless another beats it by m."""
 
     bonus: float
 
-    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
-        chosen = remembered(state, "chosen", x.position, g.shape[-1], np.bool_)
-        kernels.hysteresis(logits, g, x.position, chosen, self.bonus, S)
-        return {"chosen": chosen}
+    def choose(self, rank: Any, g: Any, x: RouterInput, state: RouterState, progress: float, S: Any) -> RouterState:
+        position = x.array("position")
+        chosen = state.remembered("chosen", position, g.shape[-1], np.bool_)
+        kernels.hysteresis(rank, g, position, chosen, self.bonus, S)
+        return state_of(chosen=chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Resident(Scanned):
-    """A choice among C experts that move in and out, at most one a token and before it chooses.
+class ResidentChoice(ScannedChoice):
+    """A choice among C resident experts; at most one is loaded per token, before the choice.
 
-    For the share `free` of training all experts can be chosen; over the share `rise` after it the residents grow from
-    following every token to full inertia.
+    During the fraction `free` of training all experts can be chosen. Over the following fraction `anneal`, the
+    resistance to loads is annealed from none to its full strength.
     """
 
     capacity: int
     free: float = 0.0
-    rise: float = 0.0
+    anneal: float = 0.0
 
-    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
-        _require_room(self.capacity, S)
-        strength = self._strength(x.done)
+    def choose(self, rank: Any, g: Any, x: RouterInput, state: RouterState, progress: float, S: Any) -> RouterState:
+        require_room(self.capacity, S)
+        strength = self._strength(progress)
         if strength == 0.0:
             kernels.top_k(g, S)
-            return {}
-        return self._scan_residents(logits, g, x, strength, state, S)
+            return RouterState()
+        return self.choose_resident(rank, g, x, state, strength, S)
 
-    def _strength(self, done: float) -> float:
-        if done >= self.free + self.rise:
+    def _strength(self, progress: float) -> float:
+        if progress >= self.free + self.anneal:
             return 1.0
-        return max(0.0, (done - self.free) / self.rise) if self.rise else 0.0
+        return max(0.0, (progress - self.free) / self.anneal) if self.anneal else 0.0
 
     @abstractmethod
-    def _scan_residents(self, logits: Any, g: Any, x: RouterInput, strength: float, state: State, S: Any) -> State:
-        """The same, with that share of the inertia."""
+    def choose_resident(
+        self, rank: Any, g: Any, x: RouterInput, state: RouterState, strength: float, S: Any
+    ) -> RouterState:
+        """`choose` with the fraction `strength` of the full resistance to loads."""
 
 
-def _require_room(capacity: int, S: Any) -> None:
+def require_room(capacity: int, S: Any) -> None:
+    """Refuse fewer slots than a token has experts."""
     if S.shape[-1] > capacity:
         require(False, "variant.capacity", capacity, f"at least the {S.shape[-1]} experts of a token")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Residency(_Resident):
-    """S_t = top-k of g_t among C residents; the best outsider replaces the worst resident if its demand wins by ρ.
+class Residency(ResidentChoice):
+    """S_t = top-k of g_t among C residents; the best non-resident replaces the worst resident if it wins by ρ.
 
-    At the start of a document the top-C move in. Demand is the logit, or with `average` > 0 the running average of g
-    with that decay, in units of g. Of equal demands the lowest index is resident. The first experts are `pinned`, and
-    never leave. g = softmax(ℓ). Inertia grows with ρ from 0 and with the average's memory from none.
+    Experts are compared by their demand: the logit, or with `average` > 0 the running average of g with that decay. A
+    document starts with the top-C resident. Ties in demand go to the lowest index. The first `pinned` experts are never
+    evicted. Annealing scales ρ, and the memory of the average.
     """
 
     margin: float
     average: float
     pinned: int = 0
 
-    def _scan_residents(self, logits: Any, g: Any, x: RouterInput, strength: float, state: State, S: Any) -> State:
-        signal = g if self.average else logits
-        demand = remembered(state, "demand", x.position, g.shape[-1], g.dtype)
-        resident = remembered(state, "resident", x.position, g.shape[-1], np.bool_)
-        decay = 1 - (1 - self.average) ** strength  # the logarithm of the memory 1/(1−d) grows evenly
-        capacity = min(self.capacity, g.shape[-1])
+    def choose_resident(
+        self, rank: Any, g: Any, x: RouterInput, state: RouterState, strength: float, S: Any
+    ) -> RouterState:
+        signal, position, N = g if self.average else rank, x.array("position"), g.shape[-1]
+        demand = state.remembered("demand", position, N, g.dtype)
+        resident = state.remembered("resident", position, N, np.bool_)
+        decay = 1 - (1 - self.average) ** strength  # log of the memory 1/(1−d) grows linearly
+        capacity = min(self.capacity, N)
         margin = strength * self.margin
-        kernels.residency(signal, g, x.position, demand, resident, capacity, self.pinned, margin, decay, S)
-        return {"demand": demand, "resident": resident}
+        kernels.residency(signal, g, position, demand, resident, capacity, self.pinned, margin, decay, S)
+        return state_of(demand=demand, resident=resident)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rent(_Resident):
-    """S_t = top-k of g_t among C residents; an outsider moves in when the weight it missed adds up to the price θ.
+class Rent(ResidentChoice):
+    """S_t = top-k of g_t among C residents; a non-resident is loaded when the weight it missed adds up to the price θ.
 
-    What an outsider misses at a token is what its g has above the least of the k chosen. It moves in where it is
-    chosen at once, of several the one that missed most, and the resident that was chosen longest ago goes (of one
-    token's the lightest, of those never chosen the least g, the highest index): so an LRU cache of C loads no more than
-    what moves in. At the start of a document the top-C move in. g = softmax(ℓ). Inertia grows with θ from 0.
+    At each token, a non-resident misses the part of its g above the smallest g of the chosen experts. It is loaded only
+    at a token that would choose it. Of several, the one that missed most is loaded. It replaces the least recently used
+    resident; among experts last used at the same token, the one with the lowest weight; among experts never used, the
+    one with the lowest g, then the highest index. So an LRU cache of C slots loads no more experts than this rule. A
+    document starts with the top-C resident. Annealing scales θ.
     """
 
     price: float
 
-    def _scan_residents(self, logits: Any, g: Any, x: RouterInput, strength: float, state: State, S: Any) -> State:
-        missed = remembered(state, "missed", x.position, g.shape[-1], g.dtype)
-        unused = remembered(state, "unused", x.position, g.shape[-1], np.int64)
-        resident = remembered(state, "resident", x.position, g.shape[-1], np.bool_)
-        capacity = min(self.capacity, g.shape[-1])
-        kernels.rent(g, x.position, missed, unused, resident, capacity, strength * self.price, S)
-        return {"missed": missed, "unused": unused, "resident": resident}
+    def choose_resident(
+        self, rank: Any, g: Any, x: RouterInput, state: RouterState, strength: float, S: Any
+    ) -> RouterState:
+        position, N = x.array("position"), g.shape[-1]
+        missed = state.remembered("missed", position, N, g.dtype)
+        unused = state.remembered("unused", position, N, np.int64)
+        resident = state.remembered("resident", position, N, np.bool_)
+        kernels.rent(g, position, missed, unused, resident, min(self.capacity, N), strength * self.price, S)
+        return state_of(missed=missed, unused=unused, resident=resident)
 
 
 @dataclass(frozen=True)
-class Siblings(Scanned):
-    """S_t = top-k of g_t among C residents, one of each family of experts i mod C; a sibling moves in if it wins by ρ.
+class SlotChoice(ScannedChoice):
+    """S_t = top-k of g_t among C residents, one for each slot i mod C; an expert is loaded if it wins its slot by ρ.
 
-    What wins is an expert's share in the gate weight of its family. The largest win moves in (of equals the first
-    slot), if the last load was 1/B tokens ago, rounded up: n tokens after the first load at most 1 + B·n experts. At
-    the start of a document the heaviest of each family is resident. g = softmax(ℓ).
+    Experts of a slot are compared by their fraction of the slot's gate weight. The largest win is loaded (ties: the
+    first slot), if the last load was at least 1/B tokens ago, rounded up: in n tokens after the first load, at most
+    1 + B·n loads. A document starts with the heaviest expert of each slot resident.
 
-    With a layer to hash for, the k families of a token are those of hash(token, layer), as in `Hashed`, and the gate
-    only weighs them. Where families differ in size, a larger one is drawn more often: by its size for the first of the
-    k, and again for each next among those that are left.
+    With `hashed`, a layer index, the k slots of a token come from hash(token, layer), and the gate only weighs them.
+    Slots with more experts are drawn more often: in proportion to their number of experts for the first of the k, and
+    likewise among the remaining slots for each next one.
     """
 
     capacity: int
@@ -277,31 +290,34 @@ class Siblings(Scanned):
     budget: float = 1.0
     hashed: int | None = None
 
-    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
-        _require_room(self.capacity, S)
-        resident = remembered(state, "resident", x.position, g.shape[-1], np.int64)
-        keys, salt = (_NO_KEYS, 0) if self.hashed is None else (x.tokens, self.hashed)
-        kernels.siblings(g, keys, salt, x.position, resident, self.capacity, *self._terms, S)
-        return {"resident": resident}
+    def choose(self, rank: Any, g: Any, x: RouterInput, state: RouterState, progress: float, S: Any) -> RouterState:
+        require_room(self.capacity, S)
+        position, N = x.array("position"), g.shape[-1]
+        resident = state.remembered("resident", position, N, np.bool_)
+        age = state.remembered("age", position, N, np.int64)
+        keys, salt = (_NO_KEYS, 0) if self.hashed is None else (x.array("tokens"), self.hashed)
+        kernels.slot_choice(g, keys, salt, position, resident, age, self.capacity, *self._limits, S)
+        return state_of(resident=resident, age=age)
 
     @cached_property
-    def _terms(self) -> tuple[float, int]:
-        """The margin, and the tokens from one load to the next. Without a budget none can win by enough."""
+    def _limits(self) -> tuple[float, int]:
+        """The margin, and the number of tokens between two loads. With no budget, no expert wins by enough."""
         rest = 1 / self.budget if self.budget else math.inf
         return (self.margin, math.ceil(round(rest, 6))) if rest < _FOREVER else (math.inf, 1)
 
 
 @dataclass(frozen=True)
-class Segment(Scanned):
-    """S = top-k of the mean logits of the W tokens before the segment, for all of its W tokens; g = softmax(ℓ).
+class Segment(ScannedChoice):
+    """S = top-k of the mean logits of the W tokens before the segment, for all W tokens of the segment.
 
     Segments are counted from the start of the document; the first one is decided by its first token.
     """
 
     window: int
 
-    def _scan(self, logits: Any, g: Any, x: RouterInput, state: State, S: Any) -> State:
-        total = remembered(state, "total", x.position, g.shape[-1], g.dtype)
-        chosen = remembered(state, "chosen", x.position, g.shape[-1], np.bool_)
-        kernels.segment(logits, g, x.position, total, chosen, self.window, S)
-        return {"total": total, "chosen": chosen}
+    def choose(self, rank: Any, g: Any, x: RouterInput, state: RouterState, progress: float, S: Any) -> RouterState:
+        position = x.array("position")
+        total = state.remembered("total", position, g.shape[-1], g.dtype)
+        chosen = state.remembered("chosen", position, g.shape[-1], np.bool_)
+        kernels.segment(rank, g, position, total, chosen, self.window, S)
+        return state_of(total=total, chosen=chosen)

@@ -6,6 +6,7 @@ L layers, B sequences, T tokens, N experts, k experts per token.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,40 +18,62 @@ from stickymoe.locality.table import RouteTable, index_dtype
 
 
 def top_k_experts(scores: Float[Tensor, "*batch N"], k: int) -> Int[Tensor, "*batch k"]:
-    """eq:topk. The k best experts, best first; of equal ones the lowest index, which `torch.topk` does not promise."""
+    """eq:topk. The k best experts, best first. Ties go to the lowest index, which `torch.topk` does not promise."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def combine_weights(g: Float[Tensor, "*batch N"], S: Int[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
     """The gate probabilities of the selected experts, renormalised.
 
-    A router may choose experts so far below the best that the softmax gives them 0; they share alike.
+    A rule may choose experts whose softmax underflows to 0; such experts get equal weights.
     """
     chosen = g.gather(-1, S).clamp(min=torch.finfo(g.dtype).tiny)
     return chosen / chosen.sum(-1, keepdim=True)
 
 
-def family_sums(x: Float[Tensor, "*batch N"], capacity: int) -> Float[Tensor, "*batch C"]:
-    """Over the experts i mod C, each sum one family."""
-    family = torch.arange(x.shape[-1], device=x.device) % capacity
-    return x.new_zeros(*x.shape[:-1], min(capacity, x.shape[-1])).index_add(-1, family, x)
+def slot_sums(x: Float[Tensor, "*batch N"], capacity: int) -> Float[Tensor, "*batch C"]:
+    """Sums over the experts i mod C that share a slot."""
+    slot = torch.arange(x.shape[-1], device=x.device) % capacity
+    return x.new_zeros(*x.shape[:-1], min(capacity, x.shape[-1])).index_add(-1, slot, x)
+
+
+def token_positions(mask: Bool[Tensor, "B T"], doc: Int[Tensor, "B T"] | None = None) -> Int[Tensor, "B T"]:
+    """Zero-based position of every real token in its document; without documents, in its row.
+
+    Only real tokens count, so padding may be on either side. Padding before the first token has position 0.
+    """
+    real = mask.long().cumsum(1)
+    if doc is None:
+        return (real - 1).clamp(min=0)
+    before = torch.zeros_like(real)  # real tokens before the document
+    before[:, 1:] = torch.where(doc[:, 1:] != doc[:, :-1], real[:, :-1], 0)
+    return (real - 1 - before.cummax(1).values).clamp(min=0)
 
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """Gate probabilities `g` with gradient and chosen experts `S`, heaviest first.
+    """Gate probabilities `g` with gradient, chosen experts `S`, heaviest first, and their combine weights `w`.
 
-    `mask` marks real tokens. `doc` numbers the documents of a packed row: nothing couples tokens across a border.
-    `boundary` marks the first token of a sentence or paragraph. `g_gate` has the values of `g`, but its gradient
-    reaches the gates' weights alone.
+    `g` is the router's own score divided by its sum. `w` is what the model multiplies the experts' outputs with.
+    `layers` are the indices of these layers in the model. `mask` marks real tokens. `doc` numbers the documents of a
+    packed row; no pair, window or cache spans two documents. `boundary` marks the first token of a sentence or
+    paragraph. `g_gate` has the values of `g`, but its gradient reaches the weights of the gates alone.
     """
 
     g: Float[Tensor, "L B T N"]
     S: Int[Tensor, "L B T k"]
+    w: Float[Tensor, "L B T k"]
     mask: Bool[Tensor, "B T"]
     doc: Int[Tensor, "B T"] | None = None
+    layers: tuple[int, ...] = ()
     boundary: Bool[Tensor, "B T"] | None = None
     g_gate: Float[Tensor, "L B T N"] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            object.__setattr__(self, "layers", tuple(range(len(self.g))))
+        if len(self.layers) != len(self.g):
+            raise ConfigError(f"layers: got {len(self.layers)} indices, expected {len(self.g)}, one for each layer.")
 
     @classmethod
     def from_logits(
@@ -60,22 +83,44 @@ class RoutingTrace:
         mask: Shaped[Tensor, "B T"] | None = None,  # bool, or 0 and 1 as tokenizers give it
         doc: Int[Tensor, "B T"] | None = None,
     ) -> RoutingTrace:
-        """eq:gate. The trace of a standard top-k router, from its raw logits."""
+        """eq:gate. The trace of a standard top-k router with softmax, from its raw logits."""
         if not 1 <= top_k <= logits.shape[-1]:
             raise ConfigError(f"top_k: got {top_k}, expected 1 … {logits.shape[-1]} (the number of experts).")
-        for name, given in (("mask", mask), ("doc", doc)):
-            if given is not None and given.shape != logits.shape[1:3]:
-                B, T = logits.shape[1:3]
-                raise ConfigError(
-                    f"{name}: got shape {list(given.shape)}, expected {[B, T]} as the logits [L, B, T, N]."
-                )
-        if mask is None:
-            mask = torch.ones(logits.shape[1:3], dtype=torch.bool, device=logits.device)
-        else:  # what attention left at padding may be NaN, which would spread to every gradient
-            mask = mask.bool()
-            logits = torch.where(mask[..., None] | logits.isfinite(), logits, 0.0)
+        mask = _checked_mask(mask, doc, logits)
+        # Logits at padding may be NaN, which would spread to every gradient.
+        logits = torch.where(mask[..., None] | logits.isfinite(), logits, 0.0)
         g = logits.float().softmax(-1)
-        return cls(g=g, S=top_k_experts(g.detach(), top_k), mask=mask, doc=doc)
+        S = top_k_experts(g.detach(), top_k)
+        return cls(g=g, S=S, w=combine_weights(g, S), mask=mask, doc=doc)
+
+    @classmethod
+    def from_choice(
+        cls,
+        g: Float[Tensor, "L B T N"],
+        S: Int[Tensor, "L B T k"],
+        w: Float[Tensor, "L B T k"],
+        mask: Shaped[Tensor, "B T"] | None = None,
+        doc: Int[Tensor, "B T"] | None = None,
+        *,
+        layers: Sequence[int] = (),
+    ) -> RoutingTrace:
+        """The trace of any router: its normalised scores, the experts it chose and the weights it gave them.
+
+        Experts are put in order of weight. At padding, whatever the model computed is replaced: g is uniform, the
+        experts are 0 … k−1 with equal weights, and there is no gradient.
+        """
+        mask = _checked_mask(mask, doc, g)
+        if S.shape != w.shape or S.shape[:3] != g.shape[:3]:
+            given = f"S {list(S.shape)} and w {list(w.shape)}"
+            raise ConfigError(f"choice: got {given}, expected both [L, B, T, k] as g {list(g.shape)}.")
+        k, real = S.shape[-1], mask[..., None]
+        g = torch.where(real, g, 1.0 / g.shape[-1])
+        w = torch.where(real, w, 1.0 / k)
+        S = torch.where(real, S, torch.arange(k, device=S.device))
+        if S.numel() and not 0 <= int(S.min()) <= int(S.max()) < g.shape[-1]:
+            raise ConfigError(f"S: got experts {int(S.min())} … {int(S.max())}, expected 0 … {g.shape[-1] - 1}.")
+        order = w.detach().sort(dim=-1, descending=True, stable=True).indices
+        return cls(g=g, S=S.gather(-1, order), w=w.gather(-1, order), mask=mask, doc=doc, layers=tuple(layers))
 
     @property
     def pairs(self) -> Bool[Tensor, "B steps"]:
@@ -83,8 +128,13 @@ class RoutingTrace:
         both = self.mask[:, 1:] & self.mask[:, :-1]
         return both if self.doc is None else both & (self.doc[:, 1:] == self.doc[:, :-1])
 
+    @property
+    def positions(self) -> Int[Tensor, "B T"]:
+        """Zero-based position of every real token in its document."""
+        return token_positions(self.mask, self.doc)
+
     def gate_entropy_by_layer(self) -> Float[Tensor, " L"]:
-        """Mean entropy of g over real tokens, in bits: log₂ N means gates that do not decide."""
+        """Mean entropy of g over real tokens, in bits; log₂ N means that the gates do not discriminate."""
         H = -torch.special.xlogy(self.g, self.g).sum(-1) / math.log(2)
         return torch.where(self.mask, H, 0.0).sum((1, 2)) / self.mask.sum()
 
@@ -96,15 +146,18 @@ class RoutingTrace:
             n_experts=n_experts,
             mask=self.mask.cpu().numpy(),
             doc=None if self.doc is None else self.doc.cpu().numpy(),
-            weights=combine_weights(self.g.detach(), self.S).cpu().numpy(),
+            weights=self.w.detach().float().cpu().numpy(),
         )
 
 
-def document_positions(doc: Int[Tensor, "B T"] | None, B: int, T: int) -> Int[Tensor, "B T"]:
-    """Zero-based position of every token in its document; without documents, in its row."""
-    t = torch.arange(T, device=None if doc is None else doc.device).expand(B, T)
-    if doc is None:
-        return t
-    starts = torch.zeros_like(t)
-    starts[:, 1:] = torch.where(doc[:, 1:] != doc[:, :-1], t[:, 1:], 0)
-    return t - starts.cummax(dim=1).values
+def _checked_mask(
+    mask: Shaped[Tensor, "B T"] | None, doc: Int[Tensor, "B T"] | None, scores: Float[Tensor, "L B T N"]
+) -> Bool[Tensor, "B T"]:
+    """The mask as bool, all true if there is none; refused if it or `doc` does not fit the scores."""
+    B, T = scores.shape[1:3]
+    for name, given in (("mask", mask), ("doc", doc)):
+        if given is not None and given.shape != (B, T):
+            raise ConfigError(f"{name}: got shape {list(given.shape)}, expected {[B, T]} as the gates [L, B, T, N].")
+    if mask is None:
+        return torch.ones((B, T), dtype=torch.bool, device=scores.device)
+    return mask.bool()

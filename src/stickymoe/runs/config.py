@@ -6,8 +6,23 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stickymoe.errors import require
-from stickymoe.variants import Phase, Variant, variant_class
+from stickymoe.variants import Phase, Variant, variant
 from stickymoe.variants.vanilla import Vanilla
+
+# Hyper-parameters that were renamed: earlier name → present name. Old flags, YAML files and records keep working, and
+# run ids are still computed from the earlier names.
+RENAMED = {"kin": "shared_gradient", "apart": "untie_after", "rise": "anneal"}
+
+
+def current_names(variant: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a variant under their present names."""
+    return {RENAMED.get(name, name): value for name, value in variant.items()}
+
+
+def earlier_names(variant: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a variant under the names that run ids are computed from."""
+    earlier = {present: name for name, present in RENAMED.items()}
+    return {earlier.get(name, name): value for name, value in variant.items()}
 
 
 @dataclass(frozen=True)
@@ -19,7 +34,7 @@ class DataConfig:
         path: a folder of text to read instead of a named corpus
         tokenizer: gpt2, or bpe to train one on the corpus
         vocab_size: size of the trained vocabulary (bpe only)
-        fraction: share of the training tokens to use, from the start
+        fraction: fraction of the training tokens to use, from the start
         documents: keep losses, router state and attention inside documents
         cache_dir: where token files are kept; by default the user's cache folder
     """
@@ -34,7 +49,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(self.vocab_size >= 257, "data.vocab_size", self.vocab_size, "at least 257 (256 bytes and a merge)")
-        require(0 < self.fraction <= 1, "data.fraction", self.fraction, "a share in (0, 1]")
+        require(0 < self.fraction <= 1, "data.fraction", self.fraction, "a fraction in (0, 1]")
 
 
 @dataclass(frozen=True)
@@ -199,7 +214,7 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain nested settings; `from_dict` is the inverse."""
-        hyper = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self.variant).items()}
+        hyper = {k: list(v) if isinstance(v, tuple) else v for k, v in self.variant.settings().items()}
         return {
             "data": dataclasses.asdict(self.data),
             "model": dataclasses.asdict(self.model),
@@ -211,12 +226,13 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
-        """From complete, well-typed settings: a parsed command line or `as_dict`."""
-        variant: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values["variant"].items()}
+        """From complete, well-typed settings: a parsed command line or `as_dict`, also of earlier versions."""
+        named = current_names(values["variant"])
+        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
         return cls(
             data=DataConfig(**values["data"]),
             model=ModelConfig(**values["model"]),
-            variant=variant_class(variant.pop("name"))(**variant),
+            variant=variant(settings.pop("name"), **settings),
             train=TrainConfig(**values["train"]),
             eval=EvalConfig(
                 **{**values["eval"], "capacities": tuple(values["eval"]["capacities"])},

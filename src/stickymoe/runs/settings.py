@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from argparse import SUPPRESS, ArgumentError
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,18 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from stickymoe.errors import ConfigError, unknown
-from stickymoe.runs.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from stickymoe.runs.config import (
+    RENAMED,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    current_names,
+)
 from stickymoe.runs.presets import RECOMMENDED, RECOMMENDED_SIZES
 from stickymoe.runs.presets import preset as preset_settings
-from stickymoe.variants import variant_class, variant_names
+from stickymoe.variants import hypers, variant_names
 
 _HELP = "See stickymoe train --help."
 _SECTIONS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
@@ -39,7 +46,7 @@ def read_config(
             given = variant or _variant_in(settings)
             raise ConfigError(f"--recommended chooses the variant: got '{given}' too, leave one of them out.")
         settings["variant"] = RECOMMENDED | RECOMMENDED_SIZES.get(preset or settings.get("preset", ""), {})
-    elif variant is not None and variant_class(variant) is not variant_class(_variant_in(settings)):
+    elif variant is not None and sorted(variant.split("+")) != sorted(_variant_in(settings).split("+")):
         settings.pop("variant", None)  # the file's hyper-parameters are another variant's
         settings["variant"] = {"name": variant}
     if preset is not None:
@@ -56,11 +63,13 @@ def config_from(settings: dict[str, Any], flags: list[str] | None = None, source
     if isinstance(settings.get("variant"), str):
         settings["variant"] = {"name": settings["variant"]}
     _require_sections(settings, source)
+    if "variant" in settings:
+        settings["variant"] = current_names(settings["variant"])
     parser = config_parser(_variant_in(settings), settings.pop("preset", None))
     try:
         if settings:
             parser.set_defaults(_flat(parser.parse_object(settings, defaults=False).as_dict()))
-        parsed = parser.parse_args(flags or [])
+        parsed = parser.parse_args([_current_flag(flag) for flag in flags or []])
     except ArgumentError as e:
         raise ConfigError(_one_line(str(e), parser, source)) from None
     values: dict[str, Any] = parsed.as_dict()
@@ -82,6 +91,13 @@ def _require_sections(settings: dict[str, Any], source: str) -> None:
                 raise ConfigError(f"{key}.{name}: got null, expected a value.{source}")
 
 
+def _current_flag(flag: str) -> str:
+    """A flag of an earlier version under its present name."""
+    name, equals, value = flag.partition("=")
+    setting = name.removeprefix("--variant.")
+    return f"--variant.{RENAMED[setting]}{equals}{value}" if name != setting in RENAMED else flag
+
+
 def _variant_in(settings: dict[str, Any]) -> str:
     section = settings.get("variant")
     if isinstance(section, str):
@@ -95,10 +111,9 @@ def config_parser(variant: str, preset: str | None = None) -> ArgumentParser:
     for name, section in _SECTIONS.items():
         parser.add_class_arguments(section, name)
     parser.add_argument("--variant.name", type=str, default=variant, help=SUPPRESS)  # the command's own --variant
-    parser.add_class_arguments(variant_class(variant), "variant")
-    for action in parser._actions:
-        if action.option_strings == ["--variant"]:  # a YAML file of its settings, where it has any
-            action.help = SUPPRESS
+    settings = parser.add_argument_group(f"The variant {variant}")
+    for name, hyper in hypers(variant).items():
+        settings.add_argument(f"--variant.{name}", type=hyper.type, default=hyper.default, help=hyper.help)
     parser.add_argument("--seed", type=int, default=RunConfig().seed, help="of initial weights and batch order")
     if preset is not None:
         parser.set_defaults(_flat(preset_settings(preset)))
@@ -149,7 +164,7 @@ def _no_such_setting(name: str, known: list[str], parser: ArgumentParser) -> str
     """Near settings, or for one of other variants those that have it."""
     chosen = parser.get_default("variant.name")
     hyper = name.removeprefix("--").removeprefix("variant.")
-    owners = [n for n in variant_names() if any(f.name == hyper for f in fields(variant_class(n)))]
+    owners = [n for n in variant_names() if hyper in hypers(n)]
     if "variant." in name and owners:
         has = "has" if len(owners) == 1 else "have"
         return f"Unknown setting '{name}' of {chosen}; {', '.join(owners)} {has} it."

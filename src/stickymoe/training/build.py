@@ -1,4 +1,4 @@
-"""From a config to what carries it out: the model at its first step, and the devices it runs on."""
+"""From a config to the model at its first step, and the devices it runs on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stickymoe.errors import ConfigError
 from stickymoe.models.gpt import GPT
 from stickymoe.runs.config import RunConfig
 from stickymoe.training.processor import do_without_missing_amx
-from stickymoe.variants import RouterSite
+from stickymoe.variants import Site
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:
@@ -28,10 +28,7 @@ def build_model(config: RunConfig, vocab_size: int) -> GPT:
         return GPT(
             c,
             vocab_size,
-            lambda layer: config.variant.router(
-                RouterSite(layer=layer, d_model=c.d_model, n_experts=c.pool_size, top_k=c.top_k)
-            ),
-            families=config.variant.families,
+            lambda layer: config.variant.parts(Site(layer, c.d_model, c.pool_size, c.top_k, vocab_size)),
         )
     except RuntimeError as e:
         if "allocate" not in str(e):

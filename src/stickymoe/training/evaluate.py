@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +21,10 @@ from stickymoe.locality.replay import simulate
 from stickymoe.locality.streams import Access
 from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.models.gpt import GPT
-from stickymoe.routing.losses import LossContext
+from stickymoe.routing.losses import LossContext, objective
+from stickymoe.routing.terms import Term
 from stickymoe.routing.trace import RoutingTrace
 from stickymoe.runs.config import RunConfig
-from stickymoe.variants import Term
 
 
 @dataclass(frozen=True)
@@ -61,23 +63,23 @@ def evaluate(
     losses = dict.fromkeys((term.symbol for term in terms), 0.0)
     context = LossContext(share_block=config.model.layers_per_pool)
     row = 0
-    for batch in eval_batches(split, seq_len=T, batch_size=config.eval.batch_size, documents=config.data.documents):
-        counted = batch.targets != NO_TARGET
-        doc, boundary = (None if x is None else x.to(device) for x in (batch.doc, batch.boundary))
-        tokens, targets, mask = (x.to(device) for x in (batch.tokens, batch.targets, batch.mask))
-        out = model(tokens, targets, mask=mask, doc=doc, boundary=boundary)
-        n = int(counted.sum())
-        nats += float(out.loss) * n if n else 0.0
-        n_targets += n
-        n_bytes += int(token_bytes[batch.targets[counted].numpy()].sum())
-        if out.trace is not None:
-            if recorder is None:
-                N = config.model.pool_size
-                recorder = _Recorder((out.trace.g.shape[0], n_chunks, T, k), N, doc is not None)
-            recorder.add(row, batch.tokens, out.trace)
-            for term in terms:
-                losses[term.symbol] += float(term.fn(out.trace, context).mean()) * int(batch.mask.sum())
-        row += len(batch.tokens)
+    with _evaluation_mode(model):
+        for batch in eval_batches(split, seq_len=T, batch_size=config.eval.batch_size, documents=config.data.documents):
+            counted = batch.targets != NO_TARGET
+            here = batch.to(device)
+            out = model(here.tokens, here.targets, mask=here.mask, doc=here.doc, boundary=here.boundary)
+            n = int(counted.sum())
+            nats += float(out.loss) * n if n else 0.0
+            n_targets += n
+            n_bytes += int(token_bytes[batch.targets[counted].numpy()].sum())
+            if out.trace is not None:
+                if recorder is None:
+                    N = config.model.pool_size
+                    recorder = _Recorder((out.trace.g.shape[0], n_chunks, T, k), N, batch.doc is not None)
+                recorder.add(row, batch.tokens, out.trace)
+                for symbol, value in objective(out.trace, terms, context).values.items():
+                    losses[symbol] += float(value) * int(batch.mask.sum())
+            row += len(batch.tokens)
 
     if n_targets == 0:
         raise DataError("Nothing to evaluate: no token of the text has a successor in its document.")
@@ -119,6 +121,17 @@ def evaluate(
         per_layer={name: [_number(x) for x in layers] for name, layers in (per_layer | shares).items()},
         table=table,
     )
+
+
+@contextlib.contextmanager
+def _evaluation_mode(model: GPT) -> Iterator[None]:
+    """Rules and ties at their final strength, whatever the progress of training."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _pool_hit_rate(table: RouteTable, capacity: int, config: RunConfig) -> float:

@@ -1,7 +1,7 @@
 """Training: the paper's protocol, phase by phase, with exact resume.
 
-The numbers of a run are a function of its config, its data and the thread count. Batches depend on the step alone,
-so going on from a checkpoint gives the same metrics as never having stopped.
+The numbers of a run are a function of its config, its data and the thread count. Batches depend on the step alone, so
+a resumed run gives the same metrics as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ import shlex
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor, nn
 
-from stickymoe.data.batches import NO_TARGET, Batch, TrainBatches
+from stickymoe.data.batches import TrainBatches
 from stickymoe.data.tokens import TokenData, load_tokens
 from stickymoe.errors import ConfigError, DataError, DivergedError, InterruptedRunError, RunError, StickyError
 from stickymoe.locality.formats import save_table
-from stickymoe.routing.losses import LossContext, expert_load
-from stickymoe.routing.trace import RoutingTrace
 from stickymoe.runs.config import RunConfig
 from stickymoe.runs.environment import continued, describe_environment
 from stickymoe.runs.folder import RunFolder, checkpoint_name, run_id
@@ -45,28 +42,10 @@ from stickymoe.training.checkpoint import (
 )
 from stickymoe.training.evaluate import Evaluation, evaluate
 from stickymoe.training.memory import keep_freed_memory
-from stickymoe.training.optimiser import adamw, learning_rate
 from stickymoe.training.progress import Clock, Display
 from stickymoe.training.stopping import stop_request
+from stickymoe.training.update import NotFiniteError, Span, Updates, spans
 from stickymoe.variants import Phase
-
-
-@dataclass(frozen=True)
-class Span:
-    """A phase and the steps it covers: first ≤ step < last, counted over all phases."""
-
-    phase: Phase
-    first: int
-    last: int
-
-
-def spans(config: RunConfig) -> list[Span]:
-    first, out = 0, []
-    for phase in config.variant.phases():
-        last = first + config.steps_of(phase)
-        out.append(Span(phase, first, last))
-        first = last
-    return out
 
 
 def train(
@@ -80,8 +59,8 @@ def train(
 ) -> RunRecord:
     """Train `config` into the folder `out` and return its record.
 
-    A finished run is returned as it is. An unfinished one goes on from its newest checkpoint, or the one named, if
-    `resume` is given. `first_phase` is a finished run that is this one's first phase, taken over instead of repeated.
+    The record of a finished run is returned unchanged. With `resume` an unfinished run continues from its newest
+    checkpoint, or the named one. `first_phase` is a finished run that equals this one's first phase; it is reused.
     """
     keep_freed_memory()
     accelerator = make_accelerator(config)
@@ -109,7 +88,7 @@ def train(
                 earlier = earlier_run(folder, record, resume=resume)
             except StickyError as e:
                 refusal = e
-        earlier, refusal = broadcast_object_list([earlier, refusal])  # all processes go the main one's way
+        earlier, refusal = broadcast_object_list([earlier, refusal])  # all processes follow the main one
         if refusal is not None:
             raise refusal
         if earlier is not None and earlier.status == "complete":
@@ -117,11 +96,11 @@ def train(
         if earlier is not None:
             record = replace(record, environment=continued(earlier.environment, record.environment))
         run = _Run(config, data, folder, record, accelerator, quiet)
-        return run.carry_out(checkpoint, first_phase)
+        return run.execute(checkpoint, first_phase)
 
 
 class _Run:
-    """One run being carried out."""
+    """One run in progress."""
 
     def __init__(
         self,
@@ -152,7 +131,7 @@ class _Run:
         self.model = build_model(config, data.vocab_size).to(accelerator.device)
         self.progress = Progress(step=0)
 
-    def carry_out(self, checkpoint: str | None, first_phase: Path | None) -> RunRecord:
+    def execute(self, checkpoint: str | None, first_phase: Path | None) -> RunRecord:
         start = find_checkpoint(self.folder.checkpoints, checkpoint)
         if start is not None:
             load_model(start, self.model)
@@ -166,7 +145,7 @@ class _Run:
             self.folder.rewind(self.progress.step)
         try:
             if start is None and first_phase is not None:
-                self._take_over(RunFolder(first_phase))
+                self._reuse(RunFolder(first_phase))
             with stop_request() as stop:
                 ahead = [span for span in spans(self.config) if self.progress.step < span.last]
                 for span in ahead:
@@ -184,8 +163,8 @@ class _Run:
                 raise RunError(f"{self.folder.path} could not be written ({e.strerror or e}).") from e
             raise
 
-    def _take_over(self, first: RunFolder) -> None:
-        """Begin where `first` ended, with its weights and its metrics, as if its steps had been done here."""
+    def _reuse(self, first: RunFolder) -> None:
+        """Start where `first` ended, with its weights and metrics."""
         same, ended = self.config.variant.first_phase_is, spans(self.config)[0].last
         record = RunRecord.read(first.record)
         expected = None if same is None else run_id(replace(self.config, variant=same), self.data.fingerprint)
@@ -195,8 +174,8 @@ class _Run:
         damage = checkpoint_damage(weights)
         if damage is not None:
             raise RunError(
-                f"{first.path} has no whole checkpoint of its last step to begin from ({damage}): "
-                "leave out --first_phase to train that phase here."
+                f"{first.path} has no intact checkpoint of its last step ({damage}): "
+                "omit --first_phase to train that phase here."
             )
         load_model(weights, self.model)
         every = self.config.train.eval_every
@@ -213,33 +192,19 @@ class _Run:
             self.progress = replace(self.progress, best_ppl=ppl, best_step=step)
 
     def _run_phase(self, span: Span, start: Path | None, stop: threading.Event) -> Evaluation | None:
-        """Train until the phase ends; the evaluation of its last step, if that is the last of the run."""
-        config, accelerator = self.config.train, self.accelerator
-        for name, p in self.model.named_parameters():
-            p.requires_grad_(span.phase.trains == "all" or ".gate." in name)
-        trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        optimiser = adamw(trained, config)
+        """Train until the phase ends; returns the evaluation of its last step, if that is the last of the run."""
+        config, total = self.config.train, self.config.total_steps
+        updates = Updates(self.model, self.batches, self.config, span, self.accelerator)
         if start is not None and self.progress.step > span.first:
-            load_optimiser(start, self.model, optimiser)
-        model, prepared = accelerator.prepare(self.model, optimiser)
-        total = self.config.total_steps
+            load_optimiser(start, self.model, updates.bare_optimiser)
         evaluation: Evaluation | None = None
         clock = Clock(config.batch_size * self.config.model.seq_len)
-        title = f"{self.config.variant.label} · {span.phase.name}"
-        with self._display(title, total) as display:
+        with self._display(f"{self.config.variant.label} · {span.phase.name}", total) as display:
             while self.progress.step < span.last:
-                index = self.progress.step
-                for group in prepared.param_groups:
-                    group["lr"] = span.phase.lr or learning_rate(index, config)
-                values = self._step(model, prepared, span, index)
-                step = index + 1
-                self.progress = replace(self.progress, step=step)
-                clock.tick()
-                if display is not None:
-                    display.step(step, {k: v for k, v in values.items() if k != "grad_norm"}, clock.tokens_per_s)
+                values = self._update(updates, display, clock)
+                step = self.progress.step
                 if step % config.log_every == 0 or step == span.last:
-                    lr = prepared.param_groups[0]["lr"]
-                    self._log({"step": step, "phase": span.phase.name, "lr": lr, "train": values})
+                    self._log({"step": step, "phase": span.phase.name, "lr": updates.lr(step - 1), "train": values})
                     self._log_timing({"step": step, "time": time.time(), "tokens_per_s": clock.tokens_per_s})
                 if step % config.eval_every == 0 or step == total:
                     with clock.paused():
@@ -247,69 +212,32 @@ class _Run:
                 stopping = self._agree(stop.is_set())
                 if step % config.checkpoint_every == 0 or step == span.last or stopping:
                     with clock.paused():
-                        self._save(optimiser)
+                        self._save(updates.bare_optimiser)
                 if stopping and step < total:
                     raise InterruptedRunError(
                         f"Stopped at step {step} of {total}, saved. "
-                        f"Go on with: stickymoe train --resume --out {shlex.quote(str(self.folder.path))}"
+                        f"Resume with: stickymoe train --resume --out {shlex.quote(str(self.folder.path))}"
                     )
-        accelerator.free_memory(model, prepared)
+        updates.close()
         return evaluation if self.progress.step == total else None
 
-    def _step(self, model: nn.Module, optimiser: torch.optim.Optimizer, span: Span, step: int) -> dict[str, float]:
-        """eq:total_loss, eq:total_loss_softhard, eq:full_loss, eq:base. One update from L = L_CE + Σ weight · term."""
-        accelerator, accumulate = self.accelerator, self.config.train.accumulate
-        world = accelerator.num_processes
-        batches = [
-            self.batches.batch(step, part=micro * world + accelerator.process_index, parts=accumulate * world)
-            for micro in range(accumulate)
-        ]
-        shares = self._shares(batches)
-        done = (step - span.first) / (span.last - span.first)
-        sums: dict[str, Tensor] = {}
-        for micro, (batch, share) in enumerate(zip(batches, shares, strict=True)):
-            tokens, targets = batch.tokens.to(accelerator.device), batch.targets.to(accelerator.device)
-            doc, boundary = (None if x is None else x.to(accelerator.device) for x in (batch.doc, batch.boundary))
-            last = micro == accumulate - 1
-            with contextlib.nullcontext() if last else accelerator.no_sync(model):
-                mask = batch.mask.to(accelerator.device)
-                out = model(tokens, targets, mask=mask, doc=doc, boundary=boundary, done=done)
-                loss = out.loss
-                parts = {"ce": out.loss}
-                if out.trace is not None:
-                    context = self._context(out.trace)
-                    for term in span.phase.terms:
-                        value = term.fn(out.trace, context)
-                        loss = loss + term.weighed(value, done)
-                        parts[term.symbol] = value.mean()
-                    parts["switch_rate"] = _switch_rate(out.trace)
-                accelerator.backward(loss * share)
-            for name, value in {"loss": loss, **parts}.items():
-                sums[name] = sums.get(name, 0.0) + value.detach() * share
-        means = accelerator.reduce(sums, reduction="mean")
-        values = {name: float(value) for name, value in means.items()}
-        if not math.isfinite(values["loss"]):
-            raise self._diverged("loss", values["loss"], step + 1)
-        norm = float(accelerator.clip_grad_norm_(model.parameters(), self.config.train.clip))
-        if not math.isfinite(norm):
-            raise self._diverged("gradient", norm, step + 1)
-        optimiser.step()
-        optimiser.zero_grad()
-        return values | {"grad_norm": norm}
+    def _update(self, updates: Updates, display: Display | None, clock: Clock) -> dict[str, float]:
+        """One update, shown and timed."""
+        step = self.progress.step + 1
+        try:
+            values = updates(step - 1)
+        except NotFiniteError as e:
+            raise self._diverged(str(e), step) from None
+        self.progress = replace(self.progress, step=step)
+        clock.tick()
+        if display is not None:
+            display.step(step, {k: v for k, v in values.items() if k != "grad_norm"}, clock.tokens_per_s)
+        return values
 
-    def _diverged(self, what: str, value: float, step: int) -> DivergedError:
+    def _diverged(self, what: str, step: int) -> DivergedError:
         kept = checkpoints_in(self.folder.checkpoints)
-        which = f"the checkpoint {kept[-1].name} is kept" if kept else "there was no checkpoint yet"
-        return DivergedError(f"The {what} became {value} at step {step}; {which}. Lower train.lr or the loss weights.")
-
-    def _shares(self, batches: list[Batch]) -> list[float]:
-        """The weight of each micro-batch, so that every target of the step counts alike.
-
-        They sum to 1 over all processes' micro-batches, times the number of processes, by which gradients are averaged.
-        """
-        counts = torch.tensor([int((batch.targets != NO_TARGET).sum()) for batch in batches])
-        total = int(self.accelerator.reduce(counts.sum().to(self.accelerator.device), reduction="sum"))
-        return [int(n) * self.accelerator.num_processes / total for n in counts]
+        which = f"the checkpoint {kept[-1].name} is kept" if kept else "there is no checkpoint yet"
+        return DivergedError(f"{what} at step {step}; {which}. Lower train.lr or the loss weights.")
 
     def _agree(self, stop: bool) -> bool:
         """Whether any process was asked to stop."""
@@ -317,13 +245,6 @@ class _Run:
             return stop
         asked = torch.tensor(float(stop), device=self.accelerator.device)
         return bool(self.accelerator.reduce(asked, reduction="sum") > 0)
-
-    def _context(self, trace: RoutingTrace) -> LossContext:
-        """f of the whole batch, so that L_bal over several processes is the one over all their tokens."""
-        load = None
-        if self.accelerator.num_processes > 1:
-            load = self.accelerator.reduce(expert_load(trace), reduction="mean")
-        return LossContext(load=load, share_block=self.config.model.layers_per_pool)
 
     def _evaluate(self, phase: Phase, *, log: bool = True) -> Evaluation | None:
         """Measure the model on the validation split, in the main process."""
@@ -334,7 +255,7 @@ class _Run:
                     self.model, self.data.valid, self.config, self.data.token_bytes, terms=phase.terms
                 )
             if not math.isfinite(evaluation.nats):
-                raise self._diverged("validation loss", evaluation.nats, self.progress.step)
+                raise self._diverged(f"The validation loss became {evaluation.nats}", self.progress.step)
             if log:
                 self._log({"step": self.progress.step, "valid": evaluation.metrics})
             self._note_best(evaluation.metrics["ppl"], self.progress.step)
@@ -352,6 +273,7 @@ class _Run:
             status="complete",
             metrics=evaluation.metrics | best,
             per_layer=evaluation.per_layer,
+            sizes={"expert_bytes": self.model.expert_bytes(), "other_bytes": self.model.other_bytes()},
         )
         self._write(done)
         return done
@@ -380,10 +302,3 @@ class _Run:
         else:
             with Display(title, total, self.progress.step) as display:
                 yield display
-
-
-def _switch_rate(trace: RoutingTrace) -> Tensor:
-    """eq:sr_metric of one batch, for the display."""
-    top1 = trace.S[..., 0]
-    switched = (top1[:, :, 1:] != top1[:, :, :-1]) & trace.pairs
-    return switched.sum() / (trace.pairs.sum() * top1.shape[0]).clamp(min=1)

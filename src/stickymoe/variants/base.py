@@ -1,64 +1,43 @@
-"""What a variant is: a router, the loss terms trained with it, and the phases of its training.
+"""What a variant is: parts of a router, the loss terms trained with it, and the phases of its training.
 
-A variant is data. Its hyper-parameters are dataclass fields, so flags, YAML, sweep keys and report labels come from
-one place. Torch is imported only inside the factories, and annotations are not postponed, since resolving those would
-import it too: listing variants and parsing flags stay instant.
+A variant is data. Its hyper-parameters are dataclass fields that carry their symbol, help and check, so flags, YAML,
+sweep keys and report labels come from one place. Torch is imported only inside the methods that build parts: listing
+variants and parsing flags stay instant.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from stickymoe.errors import ConfigError, require, unknown
-from stickymoe.routing.families import Families
+from stickymoe.routing.terms import Term
+from stickymoe.routing.ties import TiedExperts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from stickymoe.routing.losses import LossContext
-    from stickymoe.routing.routers import Choice, Filter, Router, Source
-    from stickymoe.routing.trace import RoutingTrace
+    from stickymoe.routing.layer import LayerParts, SidePart
+    from stickymoe.routing.rules import Choice, Filter
 
 
 @dataclass(frozen=True)
-class RouterSite:
-    """Where a router sits, and the sizes it is built for."""
+class Site:
+    """The layer that parts are built for, and its sizes."""
 
     layer: int
     d_model: int
     n_experts: int
     top_k: int
-
-
-@dataclass(frozen=True)
-class Term:
-    """One summand `weight · fn(trace, context)` of the training loss.
-
-    `fn` answers one value per layer, whose mean counts, or a scalar. `layers` are factors on the layers' values, if
-    there are such; the weight rises to its full size over the share `warmup` of the phase.
-    """
-
-    symbol: str
-    weight: float
-    fn: "Callable[[RoutingTrace, LossContext], Tensor]"
-    layers: tuple[float, ...] = ()
-    warmup: float = 0.0
-
-    def weighed(self, value: "Tensor", done: float = 1.0) -> "Tensor":
-        """The summand of `value` = fn(…), when the share `done` of the phase is over."""
-        if self.layers and value.ndim:
-            value = value * value.new_tensor(self.layers)
-        rise = min(done / self.warmup, 1.0) if self.warmup else 1.0
-        return (rise * self.weight * value).mean()
+    vocab_size: int
 
 
 @dataclass(frozen=True)
 class Phase:
     """A stretch of training with its own optimiser.
 
-    `share` is its length as a fraction of `train.steps`; `lr` is a constant learning rate, or None for the schedule
+    `share` is its length as a fraction of `train.steps`. `lr` is a constant learning rate, or None for the schedule
     of the protocol (warm-up, then cosine).
     """
 
@@ -69,162 +48,211 @@ class Phase:
     lr: float | None = None
 
 
-def hyper(default: Any, symbol: str, *, always: bool = True, minor: bool = False) -> Any:
-    """A hyper-parameter with its symbol, the paper's if it has one: shown always, or if it is not the default.
+@dataclass(frozen=True)
+class Check:
+    """Which values of a hyper-parameter can be used, in code and in words."""
 
-    A `minor` one is always in file names, and in labels if it is not the default.
+    accepts: Callable[[Any], bool]
+    expected: str
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+WEIGHT = Check(lambda x: _is_number(x) and x >= 0, "a finite number ≥ 0")
+WEIGHTS = Check(lambda xs: all(WEIGHT.accepts(x) for x in xs), "finite numbers ≥ 0")
+FRACTION = Check(lambda x: _is_number(x) and 0 <= x <= 1, "a number in [0, 1]")
+BELOW_ONE = Check(lambda x: _is_number(x) and 0 <= x < 1, "a number in [0, 1)")
+ABOVE_ZERO = Check(lambda x: _is_number(x) and 0 < x <= 1, "a number in (0, 1]")
+COUNT = Check(lambda n: _is_whole(n) and n >= 1, "a whole number ≥ 1")
+COUNT_OR_NONE = Check(lambda n: _is_whole(n) and n >= 0, "a whole number ≥ 0")
+SWITCH = Check(lambda on: isinstance(on, bool), "true or false")
+
+
+def hyper(default: Any, symbol: str, help: str, check: Check, *, always: bool = True, minor: bool = False) -> Any:
+    """A hyper-parameter: its default, its symbol (the paper's if it has one), its help and its check.
+
+    Labels and file names show it always, or only if it differs from the default (`always=False`). File names always
+    show a `minor` one; labels show it if it differs from the default.
     """
-    return dataclasses.field(default=default, metadata={"symbol": symbol, "always": always, "minor": minor})
+    about = {"symbol": symbol, "help": help, "check": check, "always": always, "minor": minor}
+    return dataclasses.field(default=default, metadata=about)
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """A hyper-parameter as declared with `hyper`."""
+
+    name: str
+    type: Any
+    default: Any
+    symbol: str
+    help: str
+    check: Check
+    always: bool
+    minor: bool
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Base of all variants: a name, an equation, and what follows from the hyper-parameters of a subclass."""
+    """Base of all variants: a name, an equation, and the parts that follow from the hyper-parameters.
+
+    A method that returns None stands for the standard part. A subclass overrides those that it changes.
+    """
 
     name: ClassVar[str]
     equation: ClassVar[str]
-    acts_on_terms: ClassVar[bool] = False  # whether `terms` changes those of the variants it is combined with
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be used."""
+        for name, declared in hypers_of(type(self)).items():
+            value = getattr(self, name)
+            require(declared.check.accepts(value), f"variant.{name}", value, declared.check.expected)
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
         """Refuse values that cannot be used with a model of these sizes."""
 
-    def router(self, site: RouterSite) -> "Router | None":
-        """The router of one layer; None stands for a dense layer of the same active width."""
+    # Parts of a layer
+
+    routes: ClassVar[bool] = True  # False for the dense control
+    source: ClassVar[Literal["h", "attended"]] = "h"  # what the gate reads
+
+    def filter(self, site: Site) -> Filter | None:
+        """The filter of the gate's logits."""
         return None
 
-    def terms(self) -> tuple[Term, ...]:
-        """The loss terms beside cross-entropy."""
+    def choice(self, site: Site) -> Choice | None:
+        """The choice of experts."""
+        return None
+
+    def ties(self) -> TiedExperts | None:
+        """Which experts share a slot and are tied in training."""
+        return None
+
+    def side(self, site: Site) -> SidePart | None:
+        """A part beside the experts."""
+        return None
+
+    def needs_gate_only(self) -> bool:
+        """Whether a term reads gates whose gradient reaches the gate's weights alone."""
+        return False
+
+    def parts(self, site: Site) -> LayerParts:
+        """Everything that a layer is made of."""
+        from stickymoe.routing.layer import LayerParts
+        from stickymoe.routing.rules import RoutingRule, TopK, Unfiltered
+
+        if not self.routes:
+            return LayerParts(side=self.side(site))
+        rule = RoutingRule(
+            site.top_k,
+            filter=self.filter(site) or Unfiltered(),
+            choice=self.choice(site) or TopK(),
+            source=self.source,
+        )
+        return LayerParts(rule, self.ties(), self.side(site), self.needs_gate_only())
+
+    # Loss terms and phases
+
+    def balance(self) -> Term | None:
+        """The term that keeps experts in use."""
+        return None
+
+    def own_terms(self) -> tuple[Term, ...]:
+        """The loss terms of this method, beside load balancing."""
         return ()
+
+    def adapt(self, term: Term) -> Term:
+        """A term of the variants that this one is combined with, changed."""
+        return term
+
+    def terms(self) -> tuple[Term, ...]:
+        """All loss terms beside cross-entropy."""
+        balance = self.balance()
+        own = tuple(self.adapt(term) for term in self.own_terms())
+        return own if balance is None else (balance, *own)
 
     def phases(self) -> tuple[Phase, ...]:
         return (Phase("train", self.terms()),)
 
     @property
-    def families(self) -> Families | None:
-        """Which experts begin as one, if any."""
+    def first_phase_is(self) -> Variant | None:
+        """The variant whose whole training is this one's first phase, so that it need not be repeated."""
         return None
 
-    @property
-    def first_phase_is(self) -> "Variant | None":
-        """The variant whose whole training is this one's first phase, so that it need not be done twice."""
-        return None
+    # Names
+
+    def settings(self) -> dict[str, Any]:
+        """The hyper-parameters with their values."""
+        return {name: getattr(self, name) for name in self.hypers()}
+
+    def hypers(self) -> Mapping[str, Hyper]:
+        """The hyper-parameters as declared."""
+        return hypers_of(type(self))
+
+    def shown(self) -> list[tuple[Hyper, Any]]:
+        """The hyper-parameters that distinguish this variant, with their values."""
+        values = [(declared, self.settings()[name]) for name, declared in self.hypers().items()]
+        return [(declared, value) for declared, value in values if declared.always or value != declared.default]
 
     @property
     def label(self) -> str:
-        """`soft λ=0.1`: the name and the hyper-parameters under the paper's symbols; a switch shows when it is on."""
+        """`soft λ=0.1`: the name and the hyper-parameters under their symbols; a switch shows when it is on."""
         parts = [self.name]
-        for f, value in self.shown():
-            if f.metadata.get("minor") and value == f.default:
+        for declared, value in self.shown():
+            if declared.minor and value == declared.default:
                 continue
-            symbol = f.metadata.get("symbol", f.name)
-            parts.append(symbol if isinstance(value, bool) else f"{symbol}={_text(value, ',')}")
+            parts.append(declared.symbol if isinstance(value, bool) else f"{declared.symbol}={_text(value, ',')}")
         return " ".join(parts)
 
     @property
     def key(self) -> str:
         """`soft-lam0.1`: the label in plain letters, for file names."""
-        return "-".join([self.name, *(f"{f.name}{_text(value, '_')}" for f, value in self.shown())])
-
-    def shown(self) -> list[tuple[dataclasses.Field[Any], Any]]:
-        """The hyper-parameters that tell this variant from its kin, with their fields."""
-        values = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
-        return [(f, value) for f, value in values if f.metadata.get("always") or value != f.default]
+        return "-".join([self.name, *(f"{declared.name}{_text(value, '_')}" for declared, value in self.shown())])
 
 
 def _text(value: float | tuple[float, ...], comma: str) -> str:
-    """Short where that says it all: two settings never read the same."""
+    """Short where that is exact: two settings never read the same."""
     if isinstance(value, tuple):
         return comma.join(_text(x, comma) for x in value)
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
 
 
-@dataclass(frozen=True)
-class Gated(Variant):
-    """A mixture of experts whose router is made of parts: each None is the standard one, unless a subclass differs."""
-
-    def source(self, site: RouterSite) -> "Source | None":
-        """What the gate reads."""
-        return None
-
-    def filter(self, site: RouterSite) -> "Filter | None":
-        """What becomes of the gate's logits."""
-        return None
-
-    def choice(self, site: RouterSite) -> "Choice | None":
-        """How the logits become experts."""
-        return None
-
-    def gates_alone(self) -> bool:
-        """Whether a term asks for gates whose gradient reaches no hidden state."""
-        return False
-
-    def router(self, site: RouterSite) -> "Router":
-        from stickymoe.routing.routers import Router
-
-        return Router(
-            site.d_model,
-            site.n_experts,
-            site.top_k,
-            source=self.source(site),
-            filter=self.filter(site),
-            choice=self.choice(site),
-            gate_only=self.gates_alone(),
-        )
+def hypers_of(cls: type[Variant]) -> dict[str, Hyper]:
+    """The hyper-parameters that a variant class declares, in order."""
+    types = get_type_hints(cls)
+    return {f.name: Hyper(f.name, types[f.name], f.default, **f.metadata) for f in dataclasses.fields(cls)}
 
 
 @dataclass(frozen=True)
-class Routed(Gated):
-    """A mixture of experts with the load-balancing loss.
+class Balanced(Variant):
+    """A mixture of experts with the load-balancing loss."""
 
-    Args:
-        mu: weight μ of the load-balancing loss
-    """
+    mu: float = hyper(0.01, "μ", "weight μ of the load-balancing loss", WEIGHT, always=False)
 
-    mu: float = hyper(0.01, "μ", always=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_weight("mu", self.mu)
-
-    def balance(self) -> Term:
-        """What keeps experts in use."""
+    def balance(self) -> Term | None:
         from stickymoe.routing.losses import balance_by_layer
 
-        return Term("bal", self.mu, lambda trace, ctx: balance_by_layer(trace, load=ctx.load))
-
-    def terms(self) -> tuple[Term, ...]:
-        return (*super().terms(), self.balance())
+        return Term("bal", self.mu, lambda trace, context: balance_by_layer(trace, load=context.load))
 
 
-def require_weight(key: str, value: float) -> None:
-    ok = isinstance(value, int | float) and math.isfinite(value) and value >= 0
-    require(ok, f"variant.{key}", value, "a finite number ≥ 0")
-
-
-def require_window(key: str, value: int) -> None:
-    require(type(value) is int and value >= 1, f"variant.{key}", value, "a whole number ≥ 1")
-
-
-def require_slots(key: str, value: int, *, n_experts: int, top_k: int) -> None:
-    """A cache that holds the experts of a token, and no more than there are."""
-    require(value >= top_k, f"variant.{key}", value, f"at least the {top_k} experts of a token")
-    require(value <= n_experts, f"variant.{key}", value, f"at most the {n_experts} experts there are to choose from")
-
-
-def require_share(key: str, value: float, *, below_one: bool = False) -> None:
-    ok = isinstance(value, int | float) and 0 <= value <= 1 and not (below_one and value == 1)
-    require(ok, f"variant.{key}", value, f"a number in [0, 1{')' if below_one else ']'}")
+def require_slots(name: str, value: int, *, n_experts: int, top_k: int) -> None:
+    """Refuse a cache that cannot hold the experts of a token, or that has more slots than experts."""
+    require(value >= top_k, f"variant.{name}", value, f"at least the {top_k} experts of a token")
+    require(value <= n_experts, f"variant.{name}", value, f"at most the {n_experts} experts of a layer")
 
 
 _REGISTRY: dict[str, type[Variant]] = {}
 
 
 def register(cls: type[Variant]) -> type[Variant]:
-    """Make a variant known under its `name`; a name can be taken once."""
+    """Make a variant known under its `name`. A name can be registered once."""
     if cls.name in _REGISTRY:
         raise ConfigError(f"Variant '{cls.name}' is registered twice: {_REGISTRY[cls.name]} and {cls}.")
     _REGISTRY[cls.name] = cls
@@ -232,11 +260,7 @@ def register(cls: type[Variant]) -> type[Variant]:
 
 
 def variant_class(name: str) -> type[Variant]:
-    """The variant of that name; `smooth+soft` has the parts, terms and hyper-parameters of both."""
-    if "+" in name:
-        from stickymoe.variants.compose import combined
-
-        return combined(tuple(sorted(name.split("+"))))
+    """The class of a single variant."""
     if name not in _REGISTRY:
         raise ConfigError(unknown("variant", name, _REGISTRY))
     return _REGISTRY[name]

@@ -1,31 +1,23 @@
-"""A peer's objective (BlES, of CoSMoEs): gate distance, counted where experts were replaced."""
+"""A peer's objective (BlES, of CoSMoEs): gate distance, weighted by the fraction of replaced experts."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stickymoe.variants.base import Routed, Term, hyper, register, require_weight
+from stickymoe.routing.terms import Term
+from stickymoe.variants.base import WEIGHT, Balanced, hyper, register
 
 
 @register
 @dataclass(frozen=True)
-class BlES(Routed):
-    """The L1 distance of adjacent gates times the share of the experts that were replaced.
-
-    Args:
-        mu: weight μ of the load-balancing loss
-        lam: weight λ of the loss
-    """
+class BlES(Balanced):
+    """The L1 distance of adjacent gates times the fraction of experts that were replaced."""
 
     name: ClassVar[str] = "bles"
     equation: ClassVar[str] = "L = L_CE + μ·L_bal + λ·mean r_t·‖g_t − g_t−1‖₁,  r_t = |S_t ∖ S_t−1| / k"
 
-    lam: float = hyper(0.1, "λ")
+    lam: float = hyper(0.1, "λ", "weight λ of the loss", WEIGHT)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_weight("lam", self.lam)
-
-    def terms(self) -> tuple[Term, ...]:
+    def own_terms(self) -> tuple[Term, ...]:
         from stickymoe.routing.losses import replacement_by_layer
 
-        return (*super().terms(), Term("bles", self.lam, lambda trace, ctx: replacement_by_layer(trace)))
+        return (Term("bles", self.lam, lambda trace, context: replacement_by_layer(trace)),)

@@ -3,35 +3,24 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from stickymoe.variants.base import Routed, RouterSite, hyper, register, require_weight, require_window
+from stickymoe.variants.base import COUNT, WEIGHT, Balanced, Site, hyper, register
 
 if TYPE_CHECKING:
-    from stickymoe.routing.routers import Choice
+    from stickymoe.routing.rules import Choice
 
 
 @register
 @dataclass(frozen=True)
-class HardWindowVariant(Routed):
-    """Bias β on the logits of every expert in the unbiased top-k of the preceding W tokens.
-
-    Args:
-        mu: weight μ of the load-balancing loss
-        window: window length W
-        beta: strength β of the bias
-    """
+class HardWindowVariant(Balanced):
+    """Bias β on the logits of every expert in the unbiased top-k of the preceding W tokens."""
 
     name: ClassVar[str] = "hard_window"
     equation: ClassVar[str] = "g = softmax(ℓ + β·1[e ∈ H(t, W)]),  L = L_CE + μ·L_bal"
 
-    window: int = hyper(4, "W")
-    beta: float = hyper(10.0, "β")
+    window: int = hyper(4, "W", "window length W", COUNT)
+    beta: float = hyper(10.0, "β", "strength β of the bias", WEIGHT)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_window("window", self.window)
-        require_weight("beta", self.beta)
-
-    def choice(self, site: RouterSite) -> "Choice":
-        from stickymoe.routing.routers import HardWindow
+    def choice(self, site: Site) -> "Choice":
+        from stickymoe.routing.rules import HardWindow
 
         return HardWindow(window=self.window, beta=self.beta)

@@ -3,21 +3,21 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from stickymoe.variants.base import Gated, RouterSite, register
+from stickymoe.variants.base import Site, Variant, register
 
 if TYPE_CHECKING:
-    from stickymoe.routing.routers import Choice
+    from stickymoe.routing.rules import Choice
 
 
 @register
 @dataclass(frozen=True)
-class HashRouting(Gated):
-    """Experts are fixed before training, by a hash of the token and the layer; the gate only weighs them."""
+class HashRouting(Variant):
+    """Experts are fixed before training by a hash of the token and the layer; the gate only weighs them."""
 
     name: ClassVar[str] = "hash"
     equation: ClassVar[str] = "S_t = hash(token, layer),  g = softmax(ℓ);  L = L_CE"
 
-    def choice(self, site: RouterSite) -> "Choice":
+    def choice(self, site: Site) -> "Choice":
         from stickymoe.routing.fixed import Hashed
 
         return Hashed(layer=site.layer)

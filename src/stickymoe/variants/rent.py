@@ -1,27 +1,19 @@
-"""A router that weighs a load against what goes without it: rent until the rent is worth the price, then buy."""
+"""A router that weighs a load against what a token loses without it, as in ski rental: rent, then buy."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from stickymoe.variants.base import RouterSite, hyper, register, require_weight
+from stickymoe.variants.base import WEIGHT, Site, hyper, register
 from stickymoe.variants.resident import Resident
 
 if TYPE_CHECKING:
-    from stickymoe.routing.routers import Choice
+    from stickymoe.routing.rules import Choice
 
 
 @register
 @dataclass(frozen=True)
 class RentVariant(Resident):
-    """A token chooses among C resident experts; an outsider moves in when the weight it missed adds up to θ.
-
-    Args:
-        mu: weight μ of the load-balancing loss
-        capacity: resident experts C per layer and sequence, at least the k of a token
-        free: share of training in which all experts can be chosen
-        rise: share of training after it over which the residents' inertia grows to full size
-        price: gate weight θ that an outsider must have missed, in sum, to be worth a load
-    """
+    """A token chooses among C residents; a non-resident is loaded when the weight it missed adds up to θ."""
 
     name: ClassVar[str] = "rent"
     equation: ClassVar[str] = (
@@ -29,13 +21,11 @@ class RentVariant(Resident):
         "L = L_CE + μ·L_bal"
     )
 
-    price: float = hyper(1.0, "θ")
+    price: float = hyper(
+        1.0, "θ", "gate weight θ that a non-resident must have missed in total to be worth a load", WEIGHT
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_weight("price", self.price)
-
-    def choice(self, site: RouterSite) -> "Choice":
+    def choice(self, site: Site) -> "Choice":
         from stickymoe.routing.sequential import Rent
 
-        return Rent(capacity=self.capacity, free=self.free, rise=self.rise, price=self.price)
+        return Rent(capacity=self.capacity, free=self.free, anneal=self.anneal, price=self.price)

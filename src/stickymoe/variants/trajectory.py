@@ -1,36 +1,33 @@
-"""The paper's limiting case: a path through the experts that is fixed for a whole span, zero misses for free."""
+"""The paper's limiting case: experts that are fixed for a whole span, so no loads inside it."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from stickymoe.errors import require
-from stickymoe.variants.base import Gated, RouterSite, hyper, register
+from stickymoe.variants.base import COUNT_OR_NONE, SWITCH, Site, Variant, hyper, register
 
 if TYPE_CHECKING:
-    from stickymoe.routing.routers import Choice
+    from stickymoe.routing.rules import Choice
 
 
 @register
 @dataclass(frozen=True)
-class TrajectoryVariant(Gated):
-    """Experts are fixed for a span, by a hash, the same in all layers; the gate only weighs them.
-
-    Args:
-        span: its tokens W; 0 for the whole document, or sequence where there are no documents
-        sentence: end a span at the end of a sentence or paragraph too
-    """
+class TrajectoryVariant(Variant):
+    """Experts are fixed for a span by a hash, the same in all layers; the gate only weighs them."""
 
     name: ClassVar[str] = "trajectory"
     equation: ClassVar[str] = "S_t = hash(span),  g = softmax(ℓ);  L = L_CE"
 
-    span: int = hyper(0, "span")
-    sentence: bool = hyper(False, "per sentence", always=False)
+    span: int = hyper(
+        0,
+        "span",
+        "tokens W of a span; 0 for the whole document, or sequence where there are no documents",
+        COUNT_OR_NONE,
+    )
+    sentence: bool = hyper(
+        False, "per sentence", "end a span also at the end of a sentence or paragraph", SWITCH, always=False
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(type(self.span) is int and self.span >= 0, "variant.span", self.span, "a whole number ≥ 0")
-
-    def choice(self, site: RouterSite) -> "Choice":
+    def choice(self, site: Site) -> "Choice":
         from stickymoe.routing.fixed import Trajectory
 
         return Trajectory(window=self.span, sentence=self.sentence)

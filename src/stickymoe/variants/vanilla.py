@@ -3,17 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stickymoe.variants.base import Routed, register
+from stickymoe.variants.base import Balanced, register
 
 
 @register
 @dataclass(frozen=True)
-class Vanilla(Routed):
-    """Standard top-k MoE, the control that every other variant is measured against.
-
-    Args:
-        mu: weight μ of the load-balancing loss
-    """
+class Vanilla(Balanced):
+    """Standard top-k MoE, the control that every other variant is compared with."""
 
     name: ClassVar[str] = "vanilla"
     equation: ClassVar[str] = "L = L_CE + μ·L_bal"

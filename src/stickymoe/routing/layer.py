@@ -1,0 +1,39 @@
+"""What a variant hands to one layer of a model: a rule for its router, ties of its experts, a part beside them.
+
+B sequences, T tokens, d width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from stickymoe.routing.rules import RouterInput, RouterState, RoutingRule
+from stickymoe.routing.ties import TiedExperts
+
+
+class SidePart(nn.Module, ABC):
+    """A module beside the experts of a layer; its output is added to the residual stream.
+
+    Like a router, it works on a whole sequence or on its continuation, with the same outcome.
+    """
+
+    @abstractmethod
+    def forward(self, x: RouterInput, state: RouterState | None) -> tuple[Float[Tensor, "B T d"], RouterState]:
+        """The output for the tokens of `x`, which continue those that `state` remembers, and the new state."""
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The parts of one layer. No `rule` means a dense layer of the same active width.
+
+    gate_only: also compute gates whose gradient reaches the gate's weights alone, for terms that ask for them
+    """
+
+    rule: RoutingRule | None = None
+    ties: TiedExperts | None = None
+    side: SidePart | None = None
+    gate_only: bool = False
