@@ -26,7 +26,7 @@ test: setup browser
 
 # The published results, from the committed records.
 results: setup
-	$(BIN)/stickymoe report results/paper -o docs/results.html
+	$(BIN)/stickymoe report results/paper -o docs/results.html --paper
 	$(BIN)/python results/frontier_page.py
 
 check: setup

@@ -17,7 +17,7 @@ from stickymoe.runs.environment import describe_environment
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
-from experiments.records import a_run, write  # noqa: E402
+from reports.records import a_run, write  # noqa: E402
 
 WORDS = tuple(f"word{i} " for i in range(64))
 

@@ -98,7 +98,6 @@ def _routers(a: argparse.Namespace, variant: str) -> list[Any]:
 def _inputs(rows: int, length: int) -> Any:
     import numpy as np
     import torch
-
     from stickymoe.routing.routers import RouterInput
 
     rng = torch.Generator().manual_seed(1)

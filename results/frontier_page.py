@@ -12,13 +12,15 @@ from pathlib import Path
 
 import vl_convert
 
-from stickymoe.experiments import figures, frontier, tables
-from stickymoe.experiments.collection import Collection, Group, Row, Value, collect, common_seeds, kept_gain
-from stickymoe.experiments.frontier import EVEN, FEWER, KEPT, Point
-from stickymoe.experiments.grids import configs, load_grid
-from stickymoe.experiments.tables import ALL_SLOTS, NOTHING, Table
+from stickymoe.paper import frontier
+from stickymoe.paper.frontier import EVEN, FEWER, KEPT, Point
+from stickymoe.paper.grids import GRIDS
+from stickymoe.reports import figures, tables
+from stickymoe.reports.collection import Collection, Group, Row, Value, collect, common_seeds, kept_gain
+from stickymoe.reports.tables import ALL_SLOTS, NOTHING, Table
 from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runs.settings import config_from
+from stickymoe.sweeps.grid import configs, load_grid
 from stickymoe.variants import variant_class, variant_names
 
 HERE = Path(__file__).parent
@@ -157,7 +159,7 @@ def _screened(group: Group | None, drawn: Path) -> str:
     if group is None or dense is None or group.baseline is None or (gain := group.baseline.change(dense)) is None:
         return ""
     rows = sorted((row for row in group.rows if row.mean("ppl") is not None), key=lambda row: row.mean("ppl") or 0.0)
-    planned = configs(load_grid("frontier"), seeds=[42], flags=["--data.path", "text"], source="")
+    planned = configs(load_grid("frontier", GRIDS), seeds=[42], flags=["--data.path", "text"], source="")
     missing = [f"`{run.variant.label}`" for run in planned if group.find(run.variant.key) is None]
     title = "misses per access, all slots, C=3 (log, lower is better)"
     chart = figures.pareto(group, f"{ALL_SLOTS}3", title, better="lower", misses=True)

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from stickymoe.cli import COMMANDS, main
-from stickymoe.experiments.grids import configs, load_grid
-from stickymoe.experiments.report import report
 from stickymoe.locality.devices import parse_device
+from stickymoe.paper.grids import GRIDS
+from stickymoe.paper.sections import paper_report
 from stickymoe.runs.folder import run_id
 from stickymoe.runs.presets import PRESETS, RECOMMENDED
 from stickymoe.runs.record import RunRecord
 from stickymoe.runs.settings import config_from
+from stickymoe.sweeps.grid import configs, load_grid
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "locality.md"]
@@ -71,7 +72,7 @@ def test_the_guides_grid_is_one(tmp_path):
     (grid,) = fenced(ROOT / "docs" / "guide.md", "yaml")
     file = tmp_path / "grid.yaml"
     file.write_text(grid)
-    runs = configs(load_grid(str(file)), seeds=[1], flags=[], source="guide")
+    runs = configs(load_grid(str(file), GRIDS), seeds=[1], flags=[], source="guide")
     assert [run.variant.name for run in runs] == ["vanilla", "soft", "soft_hard"]
 
 
@@ -99,7 +100,8 @@ def told(config):
 
 
 def rows_of(grid):
-    return {told(run) for run in configs(load_grid(str(grid)), seeds=[42], flags=["--data.path", "x"], source="")}
+    planned = configs(load_grid(str(grid), GRIDS), seeds=[42], flags=["--data.path", "x"], source="")
+    return {told(run) for run in planned}
 
 
 def test_every_published_row_past_the_paper_is_in_a_grid():
@@ -126,7 +128,7 @@ def test_what_is_published_of_the_recommended_router_is_what_it_gives_today():
 
 def test_the_published_results_follow_from_the_committed_records(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    report([Path("results/paper")], tmp_path / "results.html")
+    paper_report([Path("results/paper")], tmp_path / "results.html")
     assert (tmp_path / "results.md").read_text() == (ROOT / "docs" / "results.md").read_text()
     fresh = {p.relative_to(tmp_path): p for p in (tmp_path / "results" / "tables").iterdir()}
     assert {p.relative_to(ROOT / "docs") for p in (ROOT / "docs" / "results" / "tables").iterdir()} == set(fresh)

@@ -1,0 +1,87 @@
+"""The command line: parse, call, print. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from stickymoe import __version__
+from stickymoe.errors import InterruptedRunError, StickyError, unknown
+
+HELP = """\
+usage: stickymoe COMMAND [options]
+
+Mixture-of-experts models whose routing stays put.
+
+commands:
+  demo       train the paper's variants on the embedded corpus and compare them (about four minutes)
+  train      train one variant into a run folder
+  sweep      carry out every run of a grid, such as the paper's table
+  report     put finished runs on a page: tables, figures, the text by its experts
+  frontier   which of them keeps how much of the mixture's gain, at how many misses
+  eval       measure a finished run again
+  simulate   replay a routing trace against expert caches
+  plan       milliseconds and tokens/s of every cache on a device; the smallest that does it
+  device     measure this machine, or show a device profile
+  trace      convert another tool's trace, or make a synthetic one
+  variants   list the variants with their equations
+
+stickymoe COMMAND --help tells the options of each. --debug shows tracebacks, --version the version.
+"""
+
+# Each command and the module of this package that has it, as NAME_command.
+COMMANDS = {
+    "demo": "sweeps",
+    "train": "train",
+    "eval": "train",
+    "simulate": "locality",
+    "plan": "locality",
+    "device": "locality",
+    "trace": "locality",
+    "sweep": "sweeps",
+    "report": "reports",
+    "frontier": "reports",
+    "variants": "train",
+}
+
+
+def _command(name: str) -> Callable[[list[str]], None]:
+    module = importlib.import_module(f"{__name__}.{COMMANDS[name]}")
+    command: Callable[[list[str]], None] = getattr(module, f"{name}_command")
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 on success, 2 for what the user can mend, 130 after Ctrl-C."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [a for a in args if a != "--debug"]
+    if not args or args[0] in ("-h", "--help"):
+        sys.stdout.write(HELP)
+        return 0
+    if args[0] == "--version":
+        sys.stdout.write(f"stickymoe {__version__}\n")
+        return 0
+    logging.basicConfig(format="stickymoe: %(message)s", level=logging.WARNING)
+    try:
+        if args[0] not in COMMANDS:
+            raise StickyError(unknown("command", args[0], COMMANDS))
+        _command(args[0])(args[1:])
+    except InterruptedRunError as e:
+        print(e, file=sys.stderr)
+        return 130
+    except StickyError as e:
+        if debug:
+            traceback.print_exc()
+            return 2
+        print(f"stickymoe: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    return 0

@@ -1,0 +1,5 @@
+import sys
+
+from stickymoe.cli import main
+
+sys.exit(main())

@@ -1,0 +1,41 @@
+"""Output of the commands: tables of results, tables with notes, and skipped files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stickymoe.reports.collection import Collection
+    from stickymoe.reports.tables import Table
+    from stickymoe.runs.record import RunRecord
+
+
+def print_results(records: Sequence[RunRecord]) -> None:
+    """Print one table for each group of comparable runs."""
+    from stickymoe.reports.collection import Run, grouped
+    from stickymoe.reports.tables import results, results_console, terminal
+
+    console = results_console()
+    for group in grouped(Run.of(record) for record in records):
+        if len(records) > 1:
+            console.print(group.title, highlight=False, markup=False)
+        console.print(terminal(results(group.rows, group.baseline if len(group.rows) > 1 else None)))
+
+
+def print_damaged(collection: Collection) -> None:
+    for bad in collection.damaged:
+        print(f"stickymoe: skipped {bad.path}: {bad.reason}", file=sys.stderr)
+
+
+def print_lines(lines: Sequence[str | Table | None]) -> None:
+    """Print tables and text; None is skipped."""
+    from stickymoe.reports.tables import results_console, terminal
+
+    console = results_console()
+    for line in lines:
+        if isinstance(line, str):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        elif line is not None:
+            console.print(terminal(line), highlight=False, markup=False)

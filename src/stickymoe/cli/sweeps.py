@@ -1,0 +1,70 @@
+"""`demo` and `sweep`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from stickymoe.cli.parsing import make_parser, numbers, require_settings
+from stickymoe.cli.printing import print_results
+from stickymoe.errors import StickyError
+
+
+def demo_command(argv: list[str]) -> None:
+    parser = make_parser("demo", "Train the paper's variants on the embedded corpus and compare them.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="folder for the runs")
+    args = parser.parse_args(argv)
+
+    from stickymoe.paper.demo import demo
+
+    demo(args.out, command=sys.argv[0] if sys.argv[0].startswith(".") else "stickymoe")
+
+
+def sweep_command(argv: list[str]) -> None:
+    from stickymoe.paper.grids import GRIDS
+
+    parser = make_parser("sweep", "Run every row of a grid, one process per core.")
+    parser.epilog = "Settings of stickymoe train, such as --data.path DIR, apply to every run."
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("grid", metavar="GRID", help=f"{', '.join(GRIDS)}, or a YAML file")
+    parser.add_argument("--seeds", type=numbers, default=[42], metavar="LIST", help="separated by commas (default 42)")
+    parser.add_argument("--rows", metavar="LIST", help="run only these variants or labels, separated by commas")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="parallel runs",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the runs (default runs/GRID)")
+    parser.add_argument("--dry_run", action="store_true", help="list the runs and exit")
+    args, flags = parser.parse_known_args(argv)
+    require_settings(parser, flags)
+    if any(flag.partition("=")[0] == "--seed" for flag in flags):
+        raise StickyError("--seed: use --seeds in a sweep, for example --seeds 42,43.")
+    if any(flag.partition("=")[0] in ("--variant", "--variant.name") for flag in flags):
+        raise StickyError(
+            "--variant: the rows of a grid set the variant; choose rows with --rows, or pass a YAML file."
+        )
+
+    from stickymoe.sweeps.engine import plan, sweep
+    from stickymoe.sweeps.grid import chosen_rows, configs, load_grid
+
+    if args.jobs < 1:
+        raise StickyError(f"--jobs: got {args.jobs}, expected at least 1.")
+    grid = load_grid(args.grid, GRIDS)
+    runs = configs(grid, seeds=args.seeds, flags=flags, source=args.grid)
+    cells = plan(chosen_rows(runs, args.rows), args.out or Path("runs") / Path(args.grid).stem)
+    if args.dry_run:
+        for cell in cells:
+            print(f"{cell.run_id}  {cell.config.variant.label}  seed {cell.config.seed}  {cell.folder.path}")
+        return
+    sweep(cells, jobs=args.jobs)
+    print_results([record for cell in cells if (record := cell.record) is not None])
+    failed = [cell for cell in cells if cell.status == "failed"]
+    if failed:
+        raise StickyError(
+            f"{len(failed)} of {len(cells)} runs failed, first {failed[0].folder.path}: {failed[0].failure}"
+        )

@@ -1,0 +1,152 @@
+"""`train`, `eval` and `variants`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stickymoe.cli.parsing import make_parser, require_settings
+from stickymoe.cli.printing import print_results
+from stickymoe.errors import StickyError
+
+if TYPE_CHECKING:
+    from stickymoe.runs.config import RunConfig
+
+
+def train_command(argv: list[str]) -> None:
+    from stickymoe.runs.presets import PRESETS, RECOMMENDED
+
+    if not argv:
+        raise StickyError("Nothing says what to train: try --preset tiny (seconds), or see stickymoe train --help.")
+    parser = make_parser("train", "Train one variant into a run folder.")
+    options = parser.add_argument_group("run")
+    options.add_argument("-h", "--help", action="store_true", help="show this help and exit")
+    options.add_argument("--preset", metavar="NAME", help=f"settings to start from: {', '.join(PRESETS)}")
+    options.add_argument(
+        "--variant",
+        "--variant.name",
+        metavar="NAME",
+        help="what to train; stickymoe variants lists them, --variant NAME --help tells the settings of one",
+    )
+    options.add_argument(
+        "--recommended",
+        action="store_true",
+        help="train the router that docs/frontier.md recommends",
+    )
+    options.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, over the preset's")
+    options.add_argument("--out", type=Path, metavar="DIR", help="run folder (default runs/VARIANT-HASH)")
+    options.add_argument("--resume", action="store_true", help="go on with an unfinished run in --out")
+    options.add_argument("--checkpoint", metavar="NAME", help="resume from this checkpoint, not the newest")
+    options.add_argument("--first_phase", type=Path, metavar="DIR", help="finished run to begin from (remoe: vanilla)")
+    options.add_argument("--quiet", action="store_true", help="no progress display")
+    options.add_argument("--print_config", action="store_true", help="print the whole config as YAML and exit")
+    args, flags = parser.parse_known_args(argv)
+    require_settings(parser, flags)
+    if args.help:
+        _print_train_help(parser, args.preset, RECOMMENDED["name"] if args.recommended else args.variant)
+        return
+    config = _train_config(args, flags)
+    if args.print_config:
+        import yaml
+
+        sys.stdout.write(yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True))
+        return
+
+    from stickymoe.training.loop import train
+
+    out = args.out or _default_folder(config)
+    record = train(
+        config,
+        out,
+        resume=args.resume,
+        checkpoint=args.checkpoint,
+        first_phase=args.first_phase,
+        quiet=args.quiet,
+    )
+    if os.environ.get("RANK", "0") == "0":
+        print_results([record])
+        print(out)
+
+
+def _train_config(args: argparse.Namespace, flags: list[str]) -> RunConfig:
+    """Flags over --config over --preset; a bare `--resume --out DIR` takes the folder's own config."""
+    from stickymoe.errors import RunError
+    from stickymoe.runs.record import RunRecord
+    from stickymoe.runs.settings import config_from, read_config
+
+    file = args.config
+    if args.checkpoint and not args.resume:
+        raise StickyError(f"--checkpoint {args.checkpoint} chooses where to go on from: add --resume.")
+    if args.resume and file is None and args.preset is None:
+        if args.out is None:
+            raise StickyError("--resume needs the run folder: add --out DIR.")
+        file = args.out / "config.yaml"
+        if not file.exists():
+            if not (args.out / "record.json").exists():
+                raise RunError(f"There is no run to resume in {args.out}: start one without --resume.")
+            if args.variant or args.recommended:
+                raise StickyError(f"--resume goes on with the variant of {args.out}: leave out the other one.")
+            return config_from(RunRecord.read(args.out / "record.json").config, flags)  # killed between the two
+    return read_config(flags, preset=args.preset, variant=args.variant, recommended=args.recommended, file=file)
+
+
+def _default_folder(config: RunConfig) -> Path:
+    import hashlib
+    import json
+
+    digest = hashlib.sha256(json.dumps(config.as_dict(), sort_keys=True).encode()).hexdigest()[:8]
+    return Path("runs") / f"{config.variant.key}-{digest}"
+
+
+def _print_train_help(parser: argparse.ArgumentParser, preset: str | None, variant: str | None) -> None:
+    from stickymoe.runs.settings import config_parser
+
+    settings = config_parser(variant or "vanilla", preset).format_help()
+    sys.stdout.write(parser.format_help() + settings[settings.index("\n\n") :])
+
+
+def eval_command(argv: list[str]) -> None:
+    parser = make_parser("eval", "Measure a run's model again, on its validation or test split.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("run", type=Path, metavar="DIR", help="run folder")
+    parser.add_argument("--split", choices=("valid", "test"), default="valid")
+    parser.add_argument("--checkpoint", metavar="NAME", help="this checkpoint, not the newest")
+    parser.add_argument("--data.path", dest="path", metavar="DIR", help="where the run's corpus lies now")
+    args = parser.parse_args(argv)
+
+    from stickymoe.training.restore import evaluate_run
+
+    print_results([evaluate_run(args.run, split=args.split, checkpoint=args.checkpoint, data_path=args.path)])
+
+
+def variants_command(argv: list[str]) -> None:
+    parser = make_parser("variants", "List the variants with their equations.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.parse_args(argv)
+
+    from rich.console import Console
+    from rich.markup import escape
+
+    from stickymoe.variants import hypers, variant_class, variant_names
+
+    console = Console(highlight=False)
+    for name in variant_names():
+        cls = variant_class(name)
+        defaults = "  ".join(
+            f"--variant.{hyper.name} {hyper.default}{_sign(hyper.name, hyper.symbol)}"
+            for hyper in hypers(name).values()
+        )
+        summary = (cls.__doc__ or "").strip().splitlines()[0]
+        console.print(f"[bold]{name}[/bold]  {escape(summary)}", soft_wrap=True)
+        console.print(f"    {cls.equation}\n    {defaults}", markup=False, soft_wrap=True)
+    console.print(
+        "\nThey combine by name: --variant smooth+residency+soft has the settings of all three.", soft_wrap=True
+    )
+
+
+def _sign(name: str, symbol: str) -> str:
+    """How a setting is written in equations and labels, where that is not its name."""
+    return "" if symbol.replace(" ", "_") == name else f" ({symbol})"

@@ -1,0 +1,144 @@
+"""The report's section on devices: what the runs' routing costs, for every cache, and the plain answer in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stickymoe.errors import StickyError
+from stickymoe.locality.devices import Device
+from stickymoe.locality.figures import working_set
+from stickymoe.locality.latency import Point, in_bytes, in_slots, plan, smallest, verdict
+from stickymoe.locality.replay import MissCurve
+from stickymoe.locality.streams import Access
+from stickymoe.reports import figures, lab
+from stickymoe.reports.collection import Group, Row
+from stickymoe.reports.tables import ALL_SLOTS, capacities
+
+MOST = 6  # runs that can be told apart in one figure
+POLICIES = ("lru", "lfu")  # of those that a device can run, drawn beside the bound
+WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one run's routing costs: miss curves by policy, the plan for the device, experts in use by window.
+
+    other: bytes beside the experts
+    """
+
+    trace: lab.Trace
+    curves: dict[str, MissCurve]
+    points: list[Point]
+    other: float
+    in_use: list[float]
+
+    def words(self, budget: float) -> str:
+        """Policy or working set, and what the budget gives."""
+        table, lru = self.trace.table, self.curves["lru"]
+        capacity = min(table.top_k + 1, table.n_experts)
+        rates = {policy: curve.rate(capacity) for policy, curve in self.curves.items()}
+        told = in_slots(str(capacity), len(lru.misses))
+        cold = lru.rate(table.n_experts)
+        judged = verdict(told, rates, cold=cold, working_set=self.in_use[WINDOWS.index(16)])
+        return f"{judged}. {smallest(self.points, memory=budget).words}"
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """The section: its runs, the device and the bytes it may use; `unread` says why a run's routes were left out."""
+
+    device: Device
+    budget: float
+    costs: dict[str, Costs]
+    unread: list[tuple[str, str]]
+
+    @property
+    def drawings(self) -> list[tuple[str, str, str, figures.Chart]]:
+        """Short name, title, words and chart of each figure."""
+        if not self.costs:
+            return []
+        curves = {
+            label: {policy: (curve.capacities.tolist(), curve.rates.tolist()) for policy, curve in costs.curves.items()}
+            for label, costs in self.costs.items()
+        }
+        speeds = {
+            label: [(p.memory, p.tokens_per_s, max(p.slots)) for p in c.points] for label, c in self.costs.items()
+        }
+        in_use = {label: list(zip(WINDOWS, costs.in_use, strict=True)) for label, costs in self.costs.items()}
+        return [
+            (
+                "miss-curves",
+                "Misses for every cache",
+                "All k experts of a token, policies and the best that any could do (Belady), slots for each layer (or "
+                "each group of layers with the same experts), cold for every sequence.",
+                figures.miss_curves(curves),
+            ),
+            (
+                "speed",
+                f"Tokens per second on {self.device.name}",
+                f"LRU; the line is the budget, {in_bytes(self.budget)}. {self._counted}",
+                figures.speed(speeds, self.budget),
+            ),
+            (
+                "working-set",
+                "Experts in use within a window",
+                "How many experts of a layer the tokens of a window need: what a cache must hold to miss nothing.",
+                figures.working_sets(in_use),
+            ),
+        ]
+
+    @property
+    def _counted(self) -> str:
+        alone = [label for label, costs in self.costs.items() if costs.trace.other_bytes is None]
+        return "All weights count, as fp32" + (f"; of {', '.join(alone)} the experts alone." if alone else ".")
+
+    @property
+    def words(self) -> list[tuple[str, str]]:
+        return [(label, costs.words(self.budget)) for label, costs in self.costs.items()] + self.unread
+
+
+def on_device(group: Group, device: Device, memory: float | None) -> OnDevice | None:
+    """The section on a group's runs that kept their routes; `memory` is half of the experts and all else by default."""
+    costs: dict[str, Costs] = {}
+    unread: list[tuple[str, str]] = []
+    for row in _shown(group):
+        found, reasons = _costs(row, device)
+        unread += [(row.label, reason) for reason in reasons]
+        if found is not None:
+            costs[row.label] = found
+    if not costs and not unread:
+        return None
+    half = max(
+        (found.other + (p.memory - found.other) / 2 for found in costs.values() for p in found.points), default=0
+    )
+    return OnDevice(device, half if memory is None else memory, costs, unread)
+
+
+def _shown(group: Group) -> list[Row]:
+    """The baseline and the rows that miss least, in the table's order."""
+    kept = [row for row in group.routed if any(run.folder and run.folder.routes.exists() for run in row.complete)]
+    most = max(capacities(kept), default=0)
+    by_hits = sorted(kept, key=lambda row: (row is not group.baseline, -(row.mean(f"{ALL_SLOTS}{most}") or 0.0)))
+    return [row for row in kept if row in by_hits[:MOST]]
+
+
+def _costs(row: Row, device: Device) -> tuple[Costs | None, list[str]]:
+    """Of the row's first run whose routes can be read, and why those before it cannot."""
+    reasons: list[str] = []
+    for run in row.complete:
+        if run.folder is not None and run.folder.routes.exists():
+            try:
+                (trace,) = lab.open_traces([run.folder.path])
+                return _costs_of(trace, device), reasons
+            except StickyError as e:
+                reasons.append(f"left out: {e}")
+    return None, reasons
+
+
+def _costs_of(trace: lab.Trace, device: Device) -> Costs:
+    access = Access(order="decode", share_block=lab.sharing(trace, None))
+    curves = lab.curves(trace, policies=POLICIES, access=access)
+    weights = lab.weights_of(trace, None, None)
+    points = plan(trace.table, curves["lru"], device, weights)
+    in_use = working_set(trace.table, WINDOWS).mean(0).tolist()
+    return Costs(trace, curves, points, weights.other, in_use)
