@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stickymoe.cli.parsing import capacities, make_parser, names, require_outside_runs
 from stickymoe.cli.printing import print_lines
@@ -15,6 +17,7 @@ from stickymoe.errors import StickyError, unknown
 if TYPE_CHECKING:
     from stickymoe.locality.streams import Access
     from stickymoe.reports.tables import Table
+    from stickymoe.runs.traces import Trace
 
 TRACE_HELP = """\
 usage: stickymoe trace convert SOURCE OUT
@@ -23,7 +26,7 @@ usage: stickymoe trace convert SOURCE OUT
   convert    turn another tool's routing trace into a trace folder
   make       write a synthetic trace folder
 
-stickymoe trace convert --help and stickymoe trace make --help tell the options.
+Options: stickymoe trace convert --help, stickymoe trace make --help.
 """
 
 
@@ -32,82 +35,97 @@ def _add_access(parser: argparse.ArgumentParser, *, order: str) -> None:
     parser.add_argument(
         "--order", choices=("layer", "decode"), default=order, help=f"order of accesses (default {order})"
     )
-    parser.add_argument("--pool", action="store_true", help="one cache over all layers instead of slots per layer")
+    parser.add_argument("--pool", action="store_true", help="one cache for all layers instead of slots per layer")
     parser.add_argument(
         "--share_block",
         metavar="K",
         help="layers that share their weights: 1, 2, …, full or universal (default the run's)",
     )
     parser.add_argument("--warm", action="store_true", help="keep caches from one sequence to the next")
-    parser.add_argument("--chosen", action="store_true", help="divide the slots over the layers by their miss curves")
+    parser.add_argument("--batch", action="store_true", help="run all sequences in lockstep through the same caches")
+    parser.add_argument(
+        "--allocated", "--chosen", action="store_true", help="divide the slots over the layers by their miss curves"
+    )
 
 
-def _access(args: argparse.Namespace, *, top1: bool = False, prefetch: str | None = None) -> Access:
-    """The options; sharing is each trace's own."""
+def _access(args: argparse.Namespace, traces: Sequence[Trace], *, top1: bool = False, prefetch: str | None = None) -> Access:
     from stickymoe.locality.formats import open_trace
     from stickymoe.locality.streams import Access
+    from stickymoe.runs.traces import parse_sharing
 
     return Access(
         order=args.order,
         pool=args.pool,
+        share_block=parse_sharing(args.share_block, traces),
         warm=args.warm,
         top1=top1,
+        batch=args.batch,
         prefetch="previous" if prefetch == "previous" else None if prefetch is None else open_trace(Path(prefetch)).S,
     )
 
 
 def simulate_command(argv: list[str]) -> None:
+    from stickymoe.locality.policies import policy_names
+
     parser = make_parser("simulate", "Replay a routing trace against expert caches.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="run folder, its routes, or a trace")
-    parser.add_argument("--policy", metavar="LIST", help="lru, lfu, fifo, sieve, static, belady (default all)")
-    parser.add_argument("--capacity", type=capacities, metavar="LIST", help="slots of each cache, as 2,3; or all")
+    parser.add_argument("--policy", metavar="LIST", help=f"{', '.join(policy_names())} (default all)")
+    parser.add_argument("--capacity", type=capacities, metavar="LIST", help="slots of each cache, such as 2,3; or all")
     _add_access(parser, order="layer")
     parser.add_argument("--top1", action="store_true", help="ask for the heaviest expert only, as the paper does")
     parser.add_argument("--prefetch", metavar="WHAT", help="previous (token's set), or a trace of predicted sets")
-    parser.add_argument("--figures", action="store_true", help="locality figures by layer too")
+    parser.add_argument("--figures", action="store_true", help="also show locality metrics by layer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     args = parser.parse_args(argv)
 
-    from stickymoe.reports import lab
+    from stickymoe.locality.measure import measure
+    from stickymoe.locality.study import finite, study
+    from stickymoe.reports import locality as report
+    from stickymoe.runs.traces import open_traces
 
     require_outside_runs(args.json)
-    asked = _access(args, top1=args.top1, prefetch=args.prefetch)
-    policies = lab.default_policies(asked) if args.policy is None else names(args.policy)
-    whole = args.capacity == "all"
-    traces = lab.open_traces(args.traces)
-    reports, found = [], []
+    traces = open_traces(args.traces)
+    access = _access(args, traces, top1=args.top1, prefetch=args.prefetch)
+    entries = []
     for trace in traces:
-        report = lab.study(
-            trace,
-            policies=policies,
-            capacities=None if whole else args.capacity,
-            access=dataclasses.replace(asked, share_block=lab.sharing(trace, args.share_block)),
-            chosen=args.chosen,
-            whole=whole,
+        found = study(
+            trace.table,
+            policies=None if args.policy is None else names(args.policy),
+            capacities=args.capacity,
+            access=access,
+            allocated=args.allocated,
         )
-        reports.append(report)
-        notes = [lab.star_note(policies), lab.capacity_note(report), report.words]
-        lines = [trace.told, lab.misses_table(report), *notes]
+        entry = {"trace": trace.label, "path": str(trace.path)} | found.as_dict()
+        lines = [trace.description, report.misses_table(found)]
         if args.figures:
-            found.append(lab.locality_figures(trace.table))
-            lines.insert(2, lab.figures_table(found[-1]))
-        print_lines(lines)
+            measured = measure(trace.table)
+            entry["figures"] = {name: [finite(v) for v in layers] for name, layers in measured.per_layer.items()}
+            lines.append(report.figures_table(measured))
+        print_lines([*lines, report.star_note(found.results), report.capacity_note(found), found.verdict])
+        entries.append(entry)
     if args.json:
-        lab.write_json(args.json, reports, found)
+        _write_json(args.json, entries)
+
+
+def _write_json(path: Path, entries: list[dict[str, Any]]) -> None:
+    try:
+        path.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise StickyError(f"{path} cannot be written ({e.strerror}).") from e
 
 
 def plan_command(argv: list[str]) -> None:
-    parser = make_parser("plan", "What every cache costs on a device, and the smallest that does what is asked.")
+    parser = make_parser("plan", "Show what every cache costs on a device, and the smallest one that meets a budget.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="run folder, its routes, or a trace")
     parser.add_argument(
-        "--device", required=True, metavar="NAME", help="a shipped profile (see stickymoe device), or YAML"
+        "--device", required=True, metavar="NAME", help="a shipped profile (see stickymoe device --list), or a YAML file"
     )
     parser.add_argument("--memory", metavar="BYTES", help="budget, such as 512MB (default the device's fast memory)")
-    parser.add_argument("--tokens_per_s", type=float, metavar="X", help="the speed that is wanted")
+    parser.add_argument("--tokens_per_s", type=float, metavar="X", help="the speed that is needed")
     parser.add_argument("--policy", default="lru,belady", metavar="LIST", help="(default lru,belady)")
-    parser.add_argument("--expert_bytes", metavar="BYTES", help="size of one expert, where the trace does not know")
+    parser.add_argument("--expert_bytes", metavar="BYTES", help="size of one expert, if the trace does not say")
     parser.add_argument(
         "--other_bytes", metavar="BYTES", help="weights that are always resident (default the run's, or 0)"
     )
@@ -115,48 +133,61 @@ def plan_command(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     from stickymoe.locality.devices import load_device, parse_bytes
+    from stickymoe.locality.plan import choose_run, plan
     from stickymoe.locality.streams import streams
-    from stickymoe.reports import lab
+    from stickymoe.locality.study import default_capacities
+    from stickymoe.reports import locality as report
+    from stickymoe.runs.traces import open_traces
 
     device = load_device(args.device)
-    speed = args.tokens_per_s
-    if speed is not None and not 0 < speed < float("inf"):
-        raise StickyError(f"--tokens_per_s: got {speed}, expected a number > 0.")
-    memory, size, other = (
+    memory, expert_bytes, other_bytes = (
         None if (text := getattr(args, name)) is None else parse_bytes(text, f"--{name}")
         for name in ("memory", "expert_bytes", "other_bytes")
     )
-    budget = lab.Budget(device.fast_memory if memory is None else memory, speed)
-    asked = _access(args)
-    traces = lab.open_traces(args.traces)
-    if len(traces) > 1:
-        lab.require_perplexities(traces)
-    lines: list[str | Table | None] = []
-    answers = []
+    traces = open_traces(args.traces)
+    access = _access(args, traces)
+    several = len(traces) > 1
+    perplexities = _perplexities(traces) if several else []
+    lines: list[str | Table | None] = [device.name]
+    plans = []
     for trace in traces:
-        weights = lab.weights_of(trace, size, other)
-        access = dataclasses.replace(asked, share_block=lab.sharing(trace, args.share_block))
-        points = lab.plan_points(trace, device, weights, policies=names(args.policy), access=access, chosen=args.chosen)
-        lines += [lab.weights_note(trace, weights, other), lab.loads_note(trace, device, weights, budget)]
-        if len(traces) > 1 and speed is None:
-            points = lab.useful(points, lab.least_useful(trace.table, access))
-        answers.append(lab.answer(points, budget))
-        if len(traces) == 1:
-            shown = lab.default_capacities(streams(trace.table, access)[0])
-            lines += [lab.plan_table(points, shown, answers[0].point), lab.star_note(points), answers[0].words]
-    if len(traces) > 1:
-        best = lab.choose_run(traces, answers)
-        lines += [lab.runs_table(traces, answers, best), *lab.choice_words(traces, answers, best, budget)]
-    print_lines([device.name, *lines])
+        found = plan(
+            trace.table,
+            device,
+            memory=memory,
+            tokens_per_s=args.tokens_per_s,
+            policies=names(args.policy),
+            expert_bytes=expert_bytes,
+            other_bytes=other_bytes,
+            access=access,
+            allocated=args.allocated,
+            useful=several and args.tokens_per_s is None,
+        )
+        plans.append(found)
+        lines += [report.sizes_note(trace, found, other_given=other_bytes is not None), report.loads_note(trace, found)]
+    if several:
+        best = choose_run(perplexities, plans)
+        lines += [report.runs_table(traces, plans, best), *report.choice_notes(traces, plans, best)]
+    else:
+        shown = default_capacities(streams(traces[0].table, access)[0])
+        lines += [report.plan_table(plans[0], shown), report.star_note(plans[0].points), plans[0].answer.message]
+    print_lines(lines)
+
+
+def _perplexities(traces: Sequence[Trace]) -> list[float]:
+    for trace in traces:
+        if trace.ppl is None:
+            raise StickyError(f"{trace.path} has no perplexity: to choose among several, pass run folders.")
+    return [trace.ppl for trace in traces if trace.ppl is not None]
 
 
 def device_command(argv: list[str]) -> None:
-    parser = make_parser("device", "Measure this machine, or show a device profile; both as YAML that plan takes.")
+    parser = make_parser("device", "Measure this machine, or show a device profile, as YAML that plan reads.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("name", nargs="?", metavar="NAME", help="a shipped profile or YAML file to show")
     parser.add_argument("--list", action="store_true", help="list the shipped profiles")
     parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="disk to load from (default here)")
-    parser.add_argument("--megabytes", type=int, default=256, metavar="N", help="to read and to compute (default 256)")
+    parser.add_argument("--megabytes", type=int, default=256, metavar="N", help="megabytes to read and to compute with (default 256)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile here")
     args = parser.parse_args(argv)
 
@@ -202,8 +233,8 @@ def _trace_convert(argv: list[str]) -> None:
     table = read_foreign(args.source, args.format)
     save_table(table, args.out)
     L, B, T, k = table.S.shape
-    whole = int(table.mask.sum())
-    print(f"{args.out}: {L} layers, {B} × {T} tokens ({whole} whole), {table.n_experts} experts, top-{k}")
+    real = int(table.mask.sum())
+    print(f"{args.out}: {L} layers, {B} × {T} tokens ({real} real), {table.n_experts} experts, top-{k}")
 
 
 def _trace_make(argv: list[str]) -> None:
@@ -228,4 +259,4 @@ def _require_new_trace(folder: Path) -> None:
     for file in (folder / "header.json", folder / "record.json", folder.parent / "record.json"):
         if file.exists():
             what = "trace" if file.name == "header.json" else "run"
-            raise StickyError(f"{file.parent} holds a {what}, which would be overwritten. Choose another folder.")
+            raise StickyError(f"{file.parent} already has a {what}. Choose another folder.")

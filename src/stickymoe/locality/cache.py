@@ -1,165 +1,22 @@
-"""Expert caches: one `request`, judged and served here; a policy only chooses the victim.
+"""`Cache`: the slots of one expert cache, which a runtime asks for experts and a simulator replays.
 
-These objects are the plain reference of the compiled replay, and the ones a runtime holds its slots with.
+The policies and the way requests are served are compiled once (`policies`, `serving`) and used here request by request,
+so a runtime and the replay of its trace count the same misses.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from math import inf
-from typing import Protocol, SupportsIndex, runtime_checkable
+from typing import SupportsIndex
 
-from stickymoe.errors import ConfigError, require, unknown
+import numpy as np
 
-
-@runtime_checkable
-class Policy(Protocol):
-    """Keeps whatever order it needs to choose a victim."""
-
-    def used(self, expert: int) -> None:
-        """`expert` is resident and was just asked for."""
-
-    def victim(self, pinned: AbstractSet[int]) -> int:
-        """Choose a resident expert outside `pinned`, and forget it."""
-
-
-class LRU:
-    """Evicts the expert that was used longest ago."""
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()
-
-    def used(self, expert: int) -> None:
-        self._order[expert] = None
-        self._order.move_to_end(expert)
-
-    def victim(self, pinned: AbstractSet[int]) -> int:
-        victim = next(e for e in self._order if e not in pinned)
-        del self._order[victim]
-        return victim
-
-
-class FIFO:
-    """Evicts the expert that was loaded longest ago."""
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()
-
-    def used(self, expert: int) -> None:
-        self._order.setdefault(expert)
-
-    def victim(self, pinned: AbstractSet[int]) -> int:
-        victim = next(e for e in self._order if e not in pinned)
-        del self._order[victim]
-        return victim
-
-
-class Sieve:
-    """Evicts the first expert without a second use, from a hand that moves from the oldest load to the newest.
-
-    Zhang et al., "SIEVE is Simpler than LRU", NSDI 2024. The hand takes the mark off what it passes.
-    """
-
-    def __init__(self) -> None:
-        self._order: list[int] = []  # oldest load first
-        self._marked: set[int] = set()
-        self._hand = 0
-
-    def used(self, expert: int) -> None:
-        if expert in self._order:
-            self._marked.add(expert)
-        else:
-            self._order.append(expert)
-
-    def victim(self, pinned: AbstractSet[int]) -> int:
-        while (candidate := self._order[self._hand]) in pinned or candidate in self._marked:
-            if candidate not in pinned:
-                self._marked.remove(candidate)
-            self._hand = (self._hand + 1) % len(self._order)
-        del self._order[self._hand]
-        if self._hand == len(self._order):
-            self._hand = 0
-        return candidate
-
-
-class LFU:
-    """Evicts the expert with the fewest uses since its load, where each eviction ages what stays behind.
-
-    Dynamic ageing of Arlitt et al. (2000): a use sets an expert's value to its uses plus the value of the last
-    victim, so that an old favourite cannot hold its slot for ever. Of equals, the one used longest ago goes.
-    """
-
-    def __init__(self) -> None:
-        self._uses: Counter[int] = Counter()
-        self._value: OrderedDict[int, int] = OrderedDict()  # least recent first
-        self._age = 0
-
-    def used(self, expert: int) -> None:
-        self._uses[expert] += 1
-        self._value[expert] = self._uses[expert] + self._age
-        self._value.move_to_end(expert)
-
-    def victim(self, pinned: AbstractSet[int]) -> int:
-        victim = min((e for e in self._value if e not in pinned), key=self._value.__getitem__)
-        self._age = self._value.pop(victim)
-        del self._uses[victim]
-        return victim
-
-
-class Static:
-    """Evicts the expert with the fewest uses in the whole trace: the most frequent stay once they are loaded.
-
-    Of equals the highest index goes.
-    """
-
-    def __init__(self, requests: Iterable[Sequence[int]]) -> None:
-        self._uses = Counter(e for request in requests for e in request)
-        self._resident: set[int] = set()
-
-    def used(self, expert: int) -> None:
-        self._resident.add(expert)
-
-    def victim(self, pinned: AbstractSet[int]) -> int:
-        victim = min(self._resident - pinned, key=lambda e: (self._uses[e], -e))
-        self._resident.remove(victim)
-        return victim
-
-
-class Belady:
-    """Evicts the expert whose next use lies farthest ahead: no demand policy misses less. Knows all `requests`."""
-
-    def __init__(self, requests: Iterable[Sequence[int]]) -> None:
-        self._ahead: dict[int, deque[int]] = {}
-        for time, expert in enumerate(e for request in requests for e in request):
-            self._ahead.setdefault(expert, deque()).append(time)
-        self._resident: set[int] = set()
-
-    def used(self, expert: int) -> None:
-        self._ahead[expert].popleft()
-        self._resident.add(expert)
-
-    def victim(self, pinned: AbstractSet[int]) -> int:
-        victim = max(self._resident - pinned, key=self._next_use)
-        self._resident.remove(victim)
-        return victim
-
-    def _next_use(self, expert: int) -> float:
-        ahead = self._ahead[expert]
-        return float(ahead[0]) if ahead else inf
-
-
-ONLINE: dict[str, type[Policy]] = {"lru": LRU, "lfu": LFU, "fifo": FIFO, "sieve": Sieve}
-INFORMED: dict[str, type[Static] | type[Belady]] = {"static": Static, "belady": Belady}  # these know the trace
-POLICIES = (*ONLINE, *INFORMED)
-
-
-def require_policy(policy: str) -> None:
-    if policy not in POLICIES:
-        raise ConfigError(unknown("policy", policy, POLICIES))
+from stickymoe.errors import ConfigError, require
+from stickymoe.locality import policies as p
+from stickymoe.locality.serving import ASK, PREFETCH, UNION
 
 
 def require_slots(capacity: SupportsIndex) -> int:
@@ -171,67 +28,159 @@ def require_slots(capacity: SupportsIndex) -> int:
 
 
 @dataclass(frozen=True)
+class Load:
+    """An expert that must be loaded into a slot; `evicted` was there before, None if the slot was free."""
+
+    expert: int
+    slot: int
+    evicted: int | None
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """What one request did to the cache."""
+    """What one request did to the cache.
+
+    hits: experts that were resident
+    loads: experts that were not, in the order in which they are loaded
+    late: hits whose prefetch is still in flight; the caller waits for them
+    """
 
     hits: tuple[int, ...]
-    loads: tuple[int, ...]
-    evictions: tuple[int, ...]
+    loads: tuple[Load, ...]
+    late: tuple[int, ...] = ()
+
+    @property
+    def evictions(self) -> tuple[int, ...]:
+        return tuple(load.evicted for load in self.loads if load.evicted is not None)
 
 
 class Cache:
-    """`capacity` slots for experts.
+    """`capacity` slots for experts; `serving` defines how a request is served.
 
-    The experts of a request, heaviest first, are served together: hits are judged against the cache before it, its
-    members are pinned, each miss evicts a victim outside them, then recency is updated from the lightest to the
-    heaviest. A request larger than the cache is served one expert after another, heaviest first.
-
-    `policy` is a name, or an object that chooses victims; `Static` and `Belady` are made with the requests to come.
+    An offline policy (static, belady) must be given the `requests` to come.
     """
 
-    def __init__(self, *, policy: str | Policy = "lru", capacity: SupportsIndex) -> None:
-        if isinstance(policy, str):
-            require_policy(policy)
-            if policy in INFORMED:
-                raise ConfigError(
-                    f"policy: '{policy}' must know the requests, pass {INFORMED[policy].__name__}(requests)."
-                )
-            policy = ONLINE[policy]()
+    def __init__(
+        self,
+        *,
+        capacity: SupportsIndex,
+        policy: str = "lru",
+        requests: Iterable[Sequence[int]] | None = None,
+    ) -> None:
+        self.policy = p.find_policy(policy)
         self.capacity = require_slots(capacity)
-        self._policy = policy
-        self._resident: set[int] = set()
+        self._state = p.new_state(self.capacity, self.capacity)
+        self._in_flight: set[int] = set()
+        self._ahead: dict[int, deque[int]] = {}
+        if self.policy.knows is not None:
+            if requests is None:
+                raise ConfigError(f"policy: '{policy}' must know the trace: pass requests=…, or choose another policy.")
+            self._look_ahead([list(request) for request in requests])
 
     @property
     def resident(self) -> frozenset[int]:
-        return frozenset(self._resident)
+        """The experts that have a slot, those in flight included."""
+        held = self._state[p.HELD, : self.capacity]
+        return frozenset(held[held >= 0].tolist())
+
+    @property
+    def in_flight(self) -> frozenset[int]:
+        """Prefetched experts whose load was neither committed nor cancelled."""
+        return frozenset(self._in_flight)
+
+    def slot_of(self, expert: int) -> int | None:
+        """The slot of an expert, None if it is not resident."""
+        slot = int(self._state[p.SLOT, expert]) if 0 <= expert < self._state.shape[1] - 1 else -1
+        return None if slot < 0 else slot
 
     def request(self, experts: Sequence[int]) -> Outcome:
-        if len(set(experts)) < len(experts):
-            raise ConfigError(f"A request names each expert once, got {list(experts)}.")
-        if len(experts) <= self.capacity:
-            return self._serve(experts)
-        served = [self._serve([e]) for e in experts]
-        return Outcome(
-            hits=tuple(e for o in served for e in o.hits),
-            loads=tuple(e for o in served for e in o.loads),
-            evictions=tuple(e for o in served for e in o.evictions),
-        )
+        """Ask for the experts of one token, heaviest first."""
+        return self._serve(ASK, experts)
+
+    def request_union(self, experts: Iterable[int]) -> Outcome:
+        """Ask for the experts that any token of one forward pass needs: of a prompt, or of a batch."""
+        return self._serve(UNION, sorted(set(experts)))
 
     def prefetch(self, experts: Sequence[int]) -> Outcome:
-        """Load what is expected next, served as a request is; of more than fit, the first."""
-        return self.request(experts[: self.capacity])
+        """Reserve slots for what is expected next; of more than fit, the first. The loads are in flight until `commit`.
 
-    def _serve(self, experts: Sequence[int]) -> Outcome:
-        hits = tuple(e for e in experts if e in self._resident)
-        loads = tuple(e for e in experts if e not in self._resident)
-        pinned = frozenset(experts)
-        evictions = []
-        for expert in loads:
-            if len(self._resident) == self.capacity:
-                victim = self._policy.victim(pinned)
-                self._resident.remove(victim)
-                evictions.append(victim)
-            self._resident.add(expert)
-        for expert in reversed(experts):
-            self._policy.used(expert)
-        return Outcome(hits, loads, tuple(evictions))
+        Experts in flight count as resident.
+        """
+        outcome = self._serve(PREFETCH, experts)
+        self._in_flight.update(load.expert for load in outcome.loads)
+        return outcome
+
+    def commit(self, expert: int) -> None:
+        """The load of a prefetched expert is complete."""
+        self._require_in_flight(expert)
+        self._in_flight.remove(expert)
+
+    def cancel(self, expert: int) -> None:
+        """The load of a prefetched expert failed: free its slot."""
+        self._require_in_flight(expert)
+        self._in_flight.remove(expert)
+        s = self._state
+        self.policy.forget(s, expert)
+        s[p.HELD, s[p.SLOT, expert]] = -1
+        s[p.SLOT, expert] = -1
+        s[p.UNUSED, expert] = 0
+        s[p.VAR, p.SIZE] -= 1
+
+    def _require_in_flight(self, expert: int) -> None:
+        if expert not in self._in_flight:
+            raise ConfigError(f"Expert {expert} is not in flight; in flight are {sorted(self._in_flight)}.")
+
+    def _serve(self, kind: int, experts: Sequence[int]) -> Outcome:
+        if len(set(experts)) < len(experts) or min(experts, default=0) < 0:
+            raise ConfigError(f"A request names each expert once, by its index: got {list(experts)}.")
+        if max(experts, default=0) >= self._state.shape[1] - 1:
+            self._grow(max(experts) + 1)
+        s = self._state
+        late = tuple(e for e in experts if e in self._in_flight)
+        if self.policy.knows == "next_use":
+            for e in experts:
+                s[p.HINT, e] = self._next_use(e)
+        entries = np.array(experts, np.int64)
+        self.policy.request(s, kind, entries, 0, len(entries))
+        n = int(s[p.VAR, p.LOADS])
+        loads = tuple(
+            Load(expert, slot, None if evicted < 0 else evicted)
+            for expert, slot, evicted in s[[p.LOADED, p.INTO, p.EVICTED], :n].T.tolist()
+        )
+        self._in_flight.difference_update(load.evicted for load in loads)
+        missed = {load.expert for load in loads}
+        served = entries.tolist()[: self.capacity] if kind == PREFETCH else entries.tolist()
+        return Outcome(tuple(e for e in served if e not in missed), loads, late)
+
+    def _look_ahead(self, requests: list[list[int]]) -> None:
+        """Give the policy what it knows of the requests to come."""
+        self._grow(max((e for request in requests for e in request), default=0) + 1)
+        if self.policy.knows == "rank":
+            uses = Counter(e for request in requests for e in request)
+            for rank, expert in enumerate(sorted(uses, key=lambda e: (uses[e], -e))):
+                self._state[p.HINT, expert] = rank
+            return
+        for position, expert in enumerate(e for request in requests for e in request):
+            self._ahead.setdefault(expert, deque()).append(position)
+
+    def _next_use(self, expert: int) -> int:
+        """The position of the use after this one."""
+        ahead = self._ahead.get(expert, deque())
+        if ahead:
+            ahead.popleft()
+        return ahead[0] if ahead else p.NEVER
+
+    def _grow(self, n_experts: int) -> None:
+        """Make room for experts with higher indices."""
+        old, end = self._state, self._state.shape[1] - 1
+        if n_experts <= end:
+            return
+        new = p.new_state(max(n_experts, 2 * end), self.capacity)
+        last = new.shape[1] - 1
+        new[:, :end] = old[:, :end]
+        new[:, last] = old[:, end]
+        for row in (p.NEWER, p.OLDER):
+            new[row][new[row] == end] = last
+        if new[p.VAR, p.HAND] == end:
+            new[p.VAR, p.HAND] = last
+        self._state = new

@@ -1,8 +1,7 @@
-"""Compiled loops of the replay. Each does what `cache.Cache` does request by request; tests hold them equal.
+"""Compiled loops over traces: requests, miss curves, figures of locality, synthetic traces.
 
-A block of `steps` [n, width] is served in order: `kind` says whether a row is skipped, asked for (its first k
-entries) or fetched ahead (its first p); where `cold` the cache is emptied first. The state of a cache lives in
-arrays that the caller keeps, so that a trace of any length goes through in blocks.
+`kind` says what a row of `steps` [n, width] is: skipped, a request of its first k entries, or a prefetch of its first
+p. Where `cold`, the cache is emptied first. State lives in arrays of the caller, so a trace goes through in blocks.
 """
 
 from __future__ import annotations
@@ -12,215 +11,111 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-SKIP, ASK, FETCH = 0, 1, 2
-LRU, FIFO, SIEVE = 0, 1, 2
-LFU, STATIC, BELADY = 0, 1, 2
-SIZE, HITS, FETCHED, USEFUL, HAND, AGE, CLOCK = range(7)  # what `counts` holds
-
-NEVER = np.iinfo(np.int64).max  # a next use that does not come, and the score of a slot that must stay
+from stickymoe.locality.policies import NEVER
+from stickymoe.locality.serving import ASK, PREFETCH, SKIP, UNION
 
 
 @njit(cache=True)
-def queue_replay(
-    policy: int,
-    steps: Any,
+def write_requests(
+    S: Any,
+    predicted: Any,
+    offset: Any,
+    n_experts: int,
+    tokens: Any,
+    first: Any,
+    previous: Any,
+    cold_pass: Any,
+    begin: int,
+    end: int,
+    layer_by_layer: bool,
+    prefetches: bool,
+    entries: Any,
+    bounds: Any,
     kind: Any,
     cold: Any,
-    k: int,
-    p: int,
-    capacity: int,
-    newer: Any,
-    older: Any,
-    resident: Any,
-    marked: Any,
-    ahead: Any,
-    pinned: Any,
-    counts: Any,
-) -> None:
-    """LRU, FIFO and SIEVE: residents form a circular list from the newest to the oldest, closed by a sentinel.
+) -> int:
+    """Write what the forward passes `begin` … `end` ask for; returns the number of requests, −1 if one repeats an entry.
 
-    A hit costs a few writes whatever the capacity. An entry that is linked to itself was loaded in this step.
+    Passes go through the layers one by one, or text by text through one layer after another (`layer_by_layer`).
     """
-    end = len(resident)
-    size, hits, fetched, useful, hand = counts[SIZE], counts[HITS], counts[FETCHED], counts[USEFUL], counts[HAND]
-    for i in range(len(steps)):
-        if cold[i]:
-            resident[:] = False
-            ahead[:] = False
-            size = 0
-            newer[end] = older[end] = hand = end
-        if kind[i] == SKIP:
-            continue
-        asked = kind[i] == ASK
-        if policy == LRU and k == 1 and asked and older[end] == steps[i, 0]:  # asked for again: no order changes
-            hits += 1
-            useful += ahead[steps[i, 0]]
-            ahead[steps[i, 0]] = False
-            continue
-        width = k if asked else min(p, capacity)
-        group = width if width <= capacity else 1
-        for first in range(0, width, group):
-            for j in range(first, first + group):
-                e = steps[i, j]
-                pinned[e] = True
-                if asked and resident[e]:
-                    hits += 1
-                    useful += ahead[e]
-                    ahead[e] = False
-            for j in range(first, first + group):
-                e = steps[i, j]
-                if resident[e]:
-                    continue
-                if size == capacity:
-                    if policy == SIEVE:
-                        victim = hand if hand != end else newer[end]
-                        while pinned[victim] or marked[victim]:
-                            if not pinned[victim]:
-                                marked[victim] = False
-                            victim = newer[victim]
-                            if victim == end:
-                                victim = newer[end]
-                        hand = newer[victim]
-                    else:
-                        victim = newer[end]
-                        while pinned[victim]:
-                            victim = newer[victim]
-                    newer[older[victim]] = newer[victim]
-                    older[newer[victim]] = older[victim]
-                    resident[victim] = False
-                    ahead[victim] = False
-                    size -= 1
-                resident[e] = True
-                marked[e] = False
-                newer[e] = older[e] = e
-                size += 1
-                if not asked:
-                    ahead[e] = True
-                    fetched += 1
-            for j in range(first + group - 1, first - 1, -1):
-                e = steps[i, j]
-                pinned[e] = False
-                if policy == LRU or newer[e] == e:
-                    newer[older[e]] = newer[e]
-                    older[newer[e]] = older[e]
-                    newest = older[end]
-                    older[e] = newest
-                    newer[e] = end
-                    newer[newest] = e
-                    older[end] = e
+    n_layers, k = len(S), S.shape[2]
+    seen = np.zeros(n_experts, np.bool_)
+    n = at = 0
+    text = begin
+    while text < end:
+        next_text = end
+        if layer_by_layer:
+            next_text = text + 1
+            while next_text < end and not cold_pass[next_text]:
+                next_text += 1
+        outer, inner = (n_layers, next_text - text) if layer_by_layer else (next_text - text, n_layers)
+        for a in range(outer):
+            for b in range(inner):
+                layer, p = (a, text + b) if layer_by_layer else (b, text + a)
+                opens = cold_pass[p] and layer == 0
+                if prefetches and previous[p] >= 0:
+                    token = tokens[first[p]]
+                    width = predicted.shape[2] if len(predicted) else k
+                    for j in range(width):
+                        e = predicted[layer, token, j] if len(predicted) else S[layer, previous[p], j]
+                        entries[at + j] = e + offset[layer]
+                    if _repeats(entries, at, at + width):
+                        return -1
+                    kind[n], cold[n] = PREFETCH, opens
+                    opens = False
+                    at += width
+                    n += 1
+                    bounds[n] = at
+                start = at
+                if first[p + 1] - first[p] == 1:
+                    for j in range(k):
+                        entries[at] = S[layer, tokens[first[p]], j] + offset[layer]
+                        at += 1
+                    if _repeats(entries, start, at):
+                        return -1
+                    kind[n] = ASK
                 else:
-                    marked[e] = True
-    counts[SIZE], counts[HITS], counts[FETCHED], counts[USEFUL], counts[HAND] = size, hits, fetched, useful, hand
+                    seen[:] = False
+                    for i in range(first[p], first[p + 1]):
+                        for j in range(k):
+                            seen[S[layer, tokens[i], j]] = True
+                    for e in range(n_experts):
+                        if seen[e]:
+                            entries[at] = e + offset[layer]
+                            at += 1
+                    kind[n] = UNION
+                cold[n] = opens
+                n += 1
+                bounds[n] = at
+        text = next_text
+    return n
 
 
 @njit(cache=True)
-def scored_replay(
-    policy: int,
-    steps: Any,
-    kind: Any,
-    cold: Any,
-    k: int,
-    p: int,
-    capacity: int,
-    future: Any,
-    rank: Any,
-    holds: Any,
-    score: Any,
-    stamp: Any,
-    slot_of: Any,
-    uses: Any,
-    ahead: Any,
-    counts: Any,
-) -> None:
-    """LFU, static and Belady: every slot has a score, and the lowest goes; of equals the one used longest ago.
-
-    `future` [n, k] holds the next use of each access (Belady), `rank` the standing of each entry (static).
-    """
-    size, hits, fetched, useful, age, clock = (
-        counts[SIZE],
-        counts[HITS],
-        counts[FETCHED],
-        counts[USEFUL],
-        counts[AGE],
-        counts[CLOCK],
-    )
-    for i in range(len(steps)):
-        if cold[i]:
-            slot_of[:] = -1
-            uses[:] = 0
-            ahead[:] = False
-            size = age = clock = 0
-        if kind[i] == SKIP:
-            continue
-        asked = kind[i] == ASK
-        width = k if asked else min(p, capacity)
-        group = width if width <= capacity else 1
-        for first in range(0, width, group):
-            for j in range(first, first + group):
-                e = steps[i, j]
-                slot = slot_of[e]
-                if slot >= 0:
-                    score[slot] = NEVER
-                    if asked:
-                        hits += 1
-                        useful += ahead[e]
-                        ahead[e] = False
-            for j in range(first, first + group):
-                e = steps[i, j]
-                if slot_of[e] >= 0:
-                    continue
-                if size < capacity:
-                    slot = size
-                    size += 1
-                else:
-                    slot = _lowest(score, stamp, size, policy == LFU)
-                    victim = holds[slot]
-                    slot_of[victim] = -1
-                    ahead[victim] = False
-                    if policy == LFU:
-                        age = score[slot]
-                        uses[victim] = 0
-                holds[slot] = e
-                slot_of[e] = slot
-                score[slot] = NEVER
-                if not asked:
-                    ahead[e] = True
-                    fetched += 1
-            for j in range(first + group - 1, first - 1, -1):
-                e = steps[i, j]
-                slot = slot_of[e]
-                if policy == BELADY:
-                    score[slot] = -future[i, j]
-                elif policy == STATIC:
-                    score[slot] = rank[e]
-                else:
-                    uses[e] += 1
-                    clock += 1
-                    score[slot] = uses[e] + age
-                    stamp[slot] = clock
-    counts[SIZE], counts[HITS], counts[FETCHED], counts[USEFUL] = size, hits, fetched, useful
-    counts[AGE], counts[CLOCK] = age, clock
+def _repeats(entries: Any, first: int, last: int) -> bool:
+    for j in range(first + 1, last):
+        for other in range(first, j):
+            if entries[j] == entries[other]:
+                return True
+    return False
 
 
 @njit(cache=True)
-def _lowest(score: Any, stamp: Any, size: int, stamped: bool) -> int:
-    """The slot with the lowest score; of equals the one with the lowest stamp, if there are stamps."""
-    low = NEVER
-    for slot in range(size):
-        low = min(low, score[slot])
-    best = 0
-    while score[best] != low:
-        best += 1
-    if stamped:
-        for slot in range(best + 1, size):
-            if score[slot] == low and stamp[slot] < stamp[best]:
-                best = slot
-    return best
+def next_uses_of_requests(entries: Any, bounds: Any, kind: Any, n_entries: int) -> Any:
+    """For every access of requests of any size, the position of the entry's next one, or `NEVER`."""
+    future = np.full(len(entries), NEVER)
+    ahead = np.full(n_entries, NEVER)
+    for i in range(len(kind) - 1, -1, -1):
+        if kind[i] != PREFETCH:
+            for j in range(bounds[i + 1] - 1, bounds[i] - 1, -1):
+                future[j] = ahead[entries[j]]
+                ahead[entries[j]] = j
+    return future
 
 
 @njit(cache=True)
 def next_uses(steps: Any, kind: Any, k: int, n_entries: int) -> Any:
-    """For every access the position of the entry's next one, or `NEVER`."""
+    """For every access of rows, the position of the entry's next one, or `NEVER`."""
     future = np.full((len(steps), k), NEVER)
     ahead = np.full(n_entries, NEVER)
     for i in range(len(steps) - 1, -1, -1):
@@ -234,10 +129,10 @@ def next_uses(steps: Any, kind: Any, k: int, n_entries: int) -> Any:
 
 @njit(cache=True)
 def recency_depths(steps: Any, kind: Any, cold: Any, k: int, last: Any, depths: Any, clock: int) -> int:
-    """Adds to `depths[d]` the accesses that an LRU cache of d or more slots (and at least k) would hit.
+    """Add to `depths[d]` the accesses that an LRU cache of d or more slots (and at least k) would hit.
 
-    The depth of an entry is the number of entries used since, itself included: counting them over all entries is a
-    loop without branches, which the compiler turns into a few wide instructions. Returns the clock.
+    The depth of an entry is the number of entries used since then, itself included. Counting over all entries is a
+    loop without branches, which the compiler vectorises. Returns the clock.
     """
     for i in range(len(steps)):
         if cold[i]:
@@ -287,9 +182,9 @@ def stack_depths(
 ) -> int:
     """Like `recency_depths` for a policy that evicts the lowest `value`: the stack of Mattson et al. (1970).
 
-    The first C of the stack are what a cache of C ≥ k slots holds. A request puts its members on top; a cache of C
-    slots keeps of the others the C − k with the highest value, so each place below takes the best of what the places
-    above gave up and what stood there. Without `rank` the value is the next use, farthest lowest. Returns the size.
+    The first C entries of the stack are what a cache of C ≥ k slots holds. A request puts its members on top. Of the
+    others, a cache of C slots keeps the C − k with the highest value, so each place below gets the best of what was
+    there and what the places above gave up. Without `rank`, the value is the negative next use. Returns the size.
     """
     carried = np.empty(k + 1, np.int64)
     member = np.zeros(len(place), np.bool_)
@@ -351,9 +246,9 @@ def repeated(steps: Any, kind: Any, k: int, p: int) -> bool:
 
 @njit(cache=True)
 def segment_uses(S: Any, mask: Any, unit: Any, n_experts: int, window: int, out: Any) -> None:
-    """Adds to `out[u]` the experts with u uses in each segment of `window` adjacent tokens of S [B, T, k].
+    """Add to `out[u]` the experts with u uses in each segment of `window` adjacent tokens of S [B, T, k].
 
-    `out[window + 1]` counts the segments. A segment lies inside one document and has no hole.
+    `out[window + 1]` counts the segments. A segment is inside one document and has no padding.
     """
     uses = np.zeros(n_experts, np.int64)
     n_sequences, n_steps, k = S.shape
@@ -431,7 +326,7 @@ def segment_cache_hits(S: Any, mask: Any, unit: Any, n_experts: int, window: int
 
 @njit(cache=True)
 def seed(number: int) -> None:
-    """Begin the random numbers of `draw_sets`."""
+    """Seed the random numbers of `draw_sets`."""
     np.random.seed(number)
 
 
@@ -466,7 +361,7 @@ def _holds(state: Any, expert: int) -> bool:
 
 @njit(cache=True)
 def _draw_free(state: Any, ranked: Any, popularity: Any) -> int:
-    """An expert outside `state` by its popularity: the same chances as drawing until one is, in bounded time."""
+    """An expert outside `state`, by popularity: the same distribution as drawing until one is outside, in one pass."""
     total = 0.0
     for rank in range(len(ranked)):
         if not _holds(state, ranked[rank]):

@@ -1,4 +1,4 @@
-"""Requests replayed against caches: how many of them were there already, and how many would be with other slots?"""
+"""Requests replayed against caches: hits and misses for one capacity, or for every capacity."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from jaxtyping import Bool, Float, Int64, Integer
 
 from stickymoe.errors import ConfigError, DataError, require
 from stickymoe.locality import kernels
-from stickymoe.locality.cache import require_policy, require_slots
-from stickymoe.locality.streams import Access, Block, Stream, streams
+from stickymoe.locality import policies as p
+from stickymoe.locality.cache import require_slots
+from stickymoe.locality.policies import Policy, find_policy
+from stickymoe.locality.serving import ASK
+from stickymoe.locality.streams import Access, Rows, Stream, streams
 from stickymoe.locality.table import RouteTable, extremes
-
-_QUEUES = {"lru": kernels.LRU, "fifo": kernels.FIFO, "sieve": kernels.SIEVE}
-_SCORES = {"lfu": kernels.LFU, "static": kernels.STATIC, "belady": kernels.BELADY}
-STACK_POLICIES = ("lru", "static", "belady")  # a larger cache holds what a smaller one holds
-
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What one cache of `capacity` slots made of its requests; `wasted` were prefetched and left unused."""
+    """The hits and misses of one cache of `capacity` slots; `wasted` experts were prefetched and not used."""
 
     policy: str
     capacity: int
@@ -60,8 +58,8 @@ def replay(
 ) -> CacheStats:
     """Hits and misses of one cache, summed over sequences that each start cold unless `warm`.
 
-    A step's k experts, heaviest first, are one request (see `Cache`). Steps outside `mask` ask for nothing; where
-    `doc` changes the cache starts cold again.
+    A step's k experts, heaviest first, are one request. Steps outside `mask` are padding. Where `doc` changes, the
+    cache starts cold again.
     """
     stream = _stream(requests, n_experts=n_experts, mask=mask, doc=doc, warm=warm)
     return replay_stream(stream, policy=policy, capacity=capacity)
@@ -91,6 +89,7 @@ def _stream(
             raise DataError(f"{name}: got shape {array.shape}, expected {S.shape[:2]} as in requests.")
     return Stream(
         S=S.reshape(1, -1, S.shape[2]),
+        n_experts=n_experts,
         n_entries=n_experts,
         offset=np.zeros(1, np.int64),
         length=max(S.shape[1], 1),
@@ -101,97 +100,67 @@ def _stream(
 
 
 def replay_stream(stream: Stream, *, policy: str, capacity: SupportsIndex) -> CacheStats:
-    """What one cache makes of a stream."""
-    require_policy(policy)
-    slots = require_slots(capacity)
-    if policy == "belady" and stream.access.prefetch is not None:
-        raise ConfigError("belady bounds policies that load on demand: choose another policy, or no prefetch.")
-    held = min(slots, stream.n_entries)
-    counts = _queue(stream, policy, held) if policy in _QUEUES else _scored(stream, policy, held)
-    hits, fetched, useful = (int(counts[i]) for i in (kernels.HITS, kernels.FETCHED, kernels.USEFUL))
+    """The hits and misses of one cache that gets a stream of requests."""
+    found, slots = find_policy(policy), require_slots(capacity)
+    if found.knows == "next_use" and stream.access.prefetch is not None:
+        raise ConfigError(f"{policy} bounds policies that load on demand: choose another policy, or no prefetch.")
+    state = p.new_state(stream.n_entries, min(slots, stream.n_entries))
+    if found.knows == "rank":
+        state[p.HINT, : stream.n_entries] = _rank(stream)
+    if stream.passes is None:
+        for rows, future in _rows_with_future(stream, found):
+            found.replay_rows(state, *rows, stream.k, stream.prefetch_size, future)
+    else:
+        _replay_requests(stream, found, state)
+    hits, prefetched, useful = (int(state[p.VAR, i]) for i in (p.HITS, p.PREFETCHED, p.USEFUL))
     return CacheStats(
         policy=policy,
         capacity=slots,
         hits=hits,
         misses=stream.accesses - hits,
-        prefetched=fetched,
-        wasted=fetched - useful,
+        prefetched=prefetched,
+        wasted=prefetched - useful,
     )
 
 
-def _queue(stream: Stream, policy: str, capacity: int) -> Int64[np.ndarray, " counts"]:
-    newer, older = np.empty((2, stream.n_entries + 1), np.int32)
-    resident, marked, ahead, pinned = np.zeros((4, stream.n_entries), np.bool_)
-    counts = np.zeros(7, np.int64)
-    for block in stream.blocks():
-        kernels.queue_replay(
-            _QUEUES[policy],
-            *block,
-            stream.k,
-            stream.ahead_k,
-            capacity,
-            newer,
-            older,
-            resident,
-            marked,
-            ahead,
-            pinned,
-            counts,
-        )
-    return counts
-
-
-def _scored(stream: Stream, policy: str, capacity: int) -> Int64[np.ndarray, " counts"]:
-    holds, score, stamp = np.zeros((3, capacity), np.int64)
-    slot_of, uses = np.zeros((2, stream.n_entries), np.int64)
-    ahead = np.zeros(stream.n_entries, np.bool_)
-    counts = np.zeros(7, np.int64)
-    rank = _rank(stream) if policy == "static" else np.empty(0, np.int64)
-    for block, future in _with_future(stream, policy):
-        kernels.scored_replay(
-            _SCORES[policy],
-            *block,
-            stream.k,
-            stream.ahead_k,
-            capacity,
-            future,
-            rank,
-            holds,
-            score,
-            stamp,
-            slot_of,
-            uses,
-            ahead,
-            counts,
-        )
-    return counts
+def _replay_requests(stream: Stream, policy: Policy, state: p.State) -> None:
+    """Replay requests of any size. An offline policy looks ahead within a block, which ends where a text ends."""
+    for block in stream.requests():
+        future = np.empty(0, np.int64)
+        if policy.knows == "next_use":
+            future = kernels.next_uses_of_requests(block.entries, block.bounds, block.kind, stream.n_entries)
+        policy.replay_requests(state, *block, future)
 
 
 def _rank(stream: Stream) -> Int64[np.ndarray, " entries"]:
-    """The standing of every entry by its uses in the whole stream; of equals the lowest index stands higher."""
+    """The rank of every entry by its uses in the whole stream; among equals the lowest index ranks highest."""
     uses = np.zeros(stream.n_entries, np.int64)
-    for steps, kind, _ in stream.blocks():
-        uses += np.bincount(steps[kind == kernels.ASK, : stream.k].reshape(-1), minlength=stream.n_entries)
+    if stream.passes is None:
+        for steps, kind, _ in stream.rows():
+            uses += np.bincount(steps[kind == ASK, : stream.k].reshape(-1), minlength=stream.n_entries)
+    else:
+        for block in stream.requests():
+            uses += np.bincount(block.entries, minlength=stream.n_entries)
     rank = np.empty(stream.n_entries, np.int64)
     rank[np.lexsort((-np.arange(stream.n_entries), uses))] = np.arange(stream.n_entries)
     return rank
 
 
-def _with_future(stream: Stream, policy: str) -> Iterator[tuple[Block, Int64[np.ndarray, "n k"]]]:
-    """The stream's blocks; for Belady as one, with the next use of every access: nine bytes each in memory."""
-    if policy != "belady":
-        for block in stream.blocks():
-            yield block, np.empty((0, 0), np.int64)
+def _rows_with_future(stream: Stream, policy: Policy) -> Iterator[tuple[Rows, Int64[np.ndarray, "n k"]]]:
+    """The stream's rows; for Belady in one piece, with the next use of every access: nine bytes each in memory."""
+    if policy.knows != "next_use":
+        for rows in stream.rows():
+            yield rows, np.empty((0, 0), np.int64)
         return
-    parts = list(stream.blocks())
+    parts = list(stream.rows())
     if parts:
-        whole = Block(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        whole = Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
         yield whole, kernels.next_uses(whole.steps, whole.kind, stream.k, stream.n_entries)
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What the caches of a device made of a table: `caches` in the order of their layers."""
+    """Hits and misses of all caches of a device: `caches` in the order of their layers."""
 
     caches: tuple[CacheStats, ...]
     tokens: int
@@ -257,11 +226,11 @@ class MissCurve:
             return np.asarray(self.misses.sum(0) / self.accesses.sum())
 
     def rate(self, capacity: int) -> float:
-        """Miss rate with `capacity` slots in every cache; more than the largest are as good as the largest."""
+        """Miss rate with `capacity` slots in every cache; more slots than the largest change nothing."""
         return float(self.rates[self._place(capacity)])
 
     def at(self, capacity: int) -> Simulation:
-        """What `simulate` makes of the table with `capacity` slots in every cache."""
+        """The result of `simulate` with `capacity` slots in every cache."""
         counts = zip(self.accesses.tolist(), self.misses[:, self._place(capacity)].tolist(), strict=True)
         caches = (CacheStats(self.policy, capacity, hits=n - misses, misses=misses) for n, misses in counts)
         return Simulation(tuple(caches), self.tokens)
@@ -281,17 +250,17 @@ def miss_curve(
 ) -> MissCurve:
     """Misses for every capacity up to the number of entries, or for the given ones.
 
-    LRU, static and Belady are stack policies: from k slots on a larger cache holds all that a smaller one holds, so one
-    pass counts every capacity; below k, where a request is served one expert after another, a second pass does. The
-    others are replayed at each capacity, and so is a cache that prefetches.
+    LRU, static and Belady are stack policies: from k slots on, a larger cache holds all that a smaller one holds, so
+    one pass counts every capacity. Below k, where a request is served one expert after another, a second pass does.
+    Other policies, prefetch, prompts and batches are replayed at each capacity.
     """
-    require_policy(policy)
+    stack = find_policy(policy).stack
     found = streams(table, access or Access())
     entries = max((s.n_entries for s in found), default=0)
     wanted = range(1, entries + 1) if capacities is None else sorted({require_slots(c) for c in capacities})
     curves = []
     for stream in found:
-        if policy in STACK_POLICIES and stream.access.prefetch is None:
+        if stack and stream.access.prefetch is None and stream.passes is None:
             whole = stack_misses(stream, policy)
             curves.append([int(whole[min(c, stream.n_entries) - 1]) for c in wanted])
         else:
@@ -315,15 +284,15 @@ def stack_misses(stream: Stream, policy: str) -> Int64[np.ndarray, " entries"]:
 
 
 def _depths(stream: Stream, policy: str, *, joint: bool) -> Int64[np.ndarray, " depths"]:
-    """How many accesses need d slots to hit, k experts together or one after another."""
-    k = stream.k if joint else 1
+    """How many accesses need d slots to hit, if k experts are served together (`joint`) or one after another."""
+    known, k = find_policy(policy), stream.k if joint else 1
     depths = np.zeros(stream.n_entries + 1, np.int64)
     last = np.zeros(stream.n_entries, np.int32)
     value, stack, place = np.zeros((3, stream.n_entries), np.int64)
     rank = _rank(stream) if policy == "static" else np.empty(0, np.int64)
     state = 0
-    for block, future in _with_future(stream, policy):
-        steps, kind, cold = block if joint else _one_by_one(block, stream.k)
+    for rows, future in _rows_with_future(stream, known):
+        steps, kind, cold = rows if joint else _one_by_one(rows, stream.k)
         if policy == "lru":
             state = kernels.recency_depths(steps, kind, cold, k, last, depths, state)
         else:
@@ -332,11 +301,11 @@ def _depths(stream: Stream, policy: str, *, joint: bool) -> Int64[np.ndarray, " 
     return depths
 
 
-def _one_by_one(block: Block, k: int) -> Block:
+def _one_by_one(rows: Rows, k: int) -> Rows:
     """Each expert a request of its own, heaviest first."""
-    cold = np.zeros((len(block.steps), k), np.bool_)
-    cold[:, 0] = block.cold
-    return Block(block.steps.reshape(-1, 1), np.repeat(block.kind, k), cold.reshape(-1))
+    cold = np.zeros((len(rows.steps), k), np.bool_)
+    cold[:, 0] = rows.cold
+    return Rows(rows.steps.reshape(-1, 1), np.repeat(rows.kind, k), cold.reshape(-1))
 
 
 def allocate(curve: MissCurve, total: int) -> list[int]:

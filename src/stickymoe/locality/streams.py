@@ -1,7 +1,10 @@
-"""What each cache of a device is asked, in which order: route tables become streams of requests.
+"""From a route table to the requests that each cache of a device gets, in order.
 
-A cache serves one layer, the layers that share their weights, or all layers (`pool`). An entry of a cache is a weight
-tensor: where layers share, the same expert is the same entry. Streams are read in blocks, whatever their length.
+A cache serves one layer, the layers that share their weights, or all layers (`pool`). An entry of a cache is a set of
+expert weights: where layers share weights, the same expert is the same entry. A request is what one forward pass asks
+of one layer: the experts of a token, heaviest first, or the union over the tokens of a prompt or batch.
+
+Streams are read in blocks, whatever their length. L layers, B sequences, T tokens, k experts per token.
 """
 
 from __future__ import annotations
@@ -10,20 +13,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Integer, Shaped, UInt
+from jaxtyping import Bool, Int64, Integer, Shaped, UInt
 
 from stickymoe.errors import ConfigError, DataError, require
-from stickymoe.locality.kernels import ASK, FETCH, SKIP, repeated
-from stickymoe.locality.table import BLOCK, RouteTable, blocks, extremes, release
+from stickymoe.locality.kernels import repeated, write_requests
+from stickymoe.locality.serving import ASK, PREFETCH, SKIP
+from stickymoe.locality.table import BLOCK, RouteTable, blocks, extremes, release, starts_in
 
 
-class Block(NamedTuple):
-    """A stretch of a stream: see `kernels`."""
+class Rows(NamedTuple):
+    """Requests of one size: the first k entries of a row, or the first p of a prefetch. See `serving`."""
 
     steps: UInt[np.ndarray, "n width"]
+    kind: UInt[np.ndarray, " n"]
+    cold: Bool[np.ndarray, " n"]
+
+
+class Requests(NamedTuple):
+    """Requests of any size: request i is entries[bounds[i]:bounds[i + 1]]."""
+
+    entries: Int64[np.ndarray, " entries"]
+    bounds: Int64[np.ndarray, " borders"]
     kind: UInt[np.ndarray, " n"]
     cold: Bool[np.ndarray, " n"]
 
@@ -33,29 +46,96 @@ class Access:
     """How a device goes through a table.
 
     order: "layer" takes a sequence (or document) through one layer after another, "decode" takes token by token
-        through the layers. It matters only where layers share a cache. Either way a token's experts at a layer are
-        one request; the union over tokens that a prefill asks for is not replayed
+        through the layers. It makes a difference only where layers share a cache
     pool: one cache for all layers
-    share_block: layers that share their weights, in blocks of K; `None` for all of them (full sharing, and the
-        universal pool whose table already numbers every expert)
+    share_block: adjacent layers that use the same weights; None for what the table says, "full" for all layers
     warm: keep caches over sequences and documents instead of emptying them
     top1: ask for the heaviest expert only, as the paper does
-    prefetch: load the previous token's set of the layer ahead of each request, or a predictor's sets
+    batch: all sequences run in lockstep through the same caches. Their tokens at one step are one forward pass
+    prefetch: before each token, load the set of the previous token of the layer ("previous"), or predicted sets
+        [L, B, T, p]. Prompts are not prefetched
     """
 
-    order: str = "layer"
+    order: Literal["layer", "decode"] = "layer"
     pool: bool = False
-    share_block: int | None = 1
+    share_block: int | Literal["full"] | None = None
     warm: bool = False
     top1: bool = False
-    prefetch: str | Integer[np.ndarray, ...] | None = None
+    batch: bool = False
+    prefetch: Literal["previous"] | Integer[np.ndarray, ...] | None = None
 
     def __post_init__(self) -> None:
         require(self.order in ("layer", "decode"), "order", self.order, "layer or decode")
-        ok = self.share_block is None or self.share_block >= 1
-        require(ok, "share_block", self.share_block, "a whole number of layers ≥ 1, full or universal")
+        share = self.share_block
+        ok = share is None or share == "full" or (isinstance(share, int) and share >= 1)
+        require(ok, "share_block", share, "a whole number of layers ≥ 1, or full")
         if isinstance(self.prefetch, str):
-            require(self.prefetch == "previous", "prefetch", self.prefetch, "previous, or a predictor's sets")
+            require(self.prefetch == "previous", "prefetch", self.prefetch, "previous, or predicted sets")
+        if self.batch and self.prefetch is not None:
+            raise ConfigError("prefetch: not supported for a batch in lockstep; leave out batch or prefetch.")
+
+    def layers_per_tensor(self, table: RouteTable) -> int:
+        """Adjacent layers that use the same weights."""
+        if self.share_block is None:
+            return table.share_block
+        share = table.n_layers if self.share_block == "full" else self.share_block
+        require(share <= table.n_layers, "share_block", share, f"at most the {table.n_layers} layers of the trace")
+        return share
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The forward passes of a table that has prompts or a batch, over its flat tokens.
+
+    tokens: real tokens in the order of their passes
+    first: where each pass begins in `tokens`, and last their number
+    previous: the token before the only token of a pass; −1 for a prompt or batch, or the first token of a text
+    cold: passes that begin a text
+    """
+
+    tokens: Int64[np.ndarray, " real"]
+    first: Int64[np.ndarray, " borders"]
+    previous: Int64[np.ndarray, " passes"]
+    cold: Bool[np.ndarray, " passes"]
+
+
+def forward_passes(table: RouteTable, access: Access) -> Passes | None:
+    """The forward passes of a table; None if every pass has one token.
+
+    Consecutive real tokens of a text in the prefill phase are one pass, every other token is one. In a batch, steps in
+    which all real tokens are in prefill are one pass, and every other step is one.
+    """
+    prefill = np.zeros(table.mask.shape, np.bool_) if table.phase is None else table.mask & (table.phase == 0)
+    if not access.batch and not prefill.any():
+        return None
+    real, starts = np.asarray(table.mask), table.starts
+    flat = np.arange(real.size).reshape(real.shape)
+    if access.batch:  # step by step, all sequences of a step together
+        decode = (real & ~prefill).any(0)
+        begins = np.zeros(real.shape[::-1], np.bool_)
+        begins[:, 0] = True
+        begins[1:, 0] = decode[1:] | decode[:-1]
+        real, flat = real.T, flat.T
+        cold = np.zeros(real.shape, np.bool_)
+        cold[0, :1] = True
+    else:
+        begins = starts | ~prefill
+        begins[:, 1:] |= ~prefill[:, :-1]
+        cold = starts
+    chosen = real.reshape(-1)
+    number = begins.reshape(-1).cumsum()[chosen]  # of the pass of every real token
+    tokens = np.ascontiguousarray(flat.reshape(-1)[chosen])
+    new = np.ones(len(tokens), np.bool_)
+    new[1:] = number[1:] != number[:-1]
+    first = np.append(np.flatnonzero(new), len(tokens))
+    texts = cold.reshape(-1).cumsum()[chosen]
+    cold_pass = np.ones(len(first) - 1, np.bool_)
+    cold_pass[1:] = np.diff(texts[first[:-1]]) > 0
+    single = np.diff(first) == 1
+    follows = np.zeros(len(single), np.bool_)
+    follows[1:] = ~cold_pass[1:] & (tokens[first[1:-1]] - 1 == tokens[first[1:-1] - 1])
+    previous = np.where(single & follows, tokens[first[:-1]] - 1, -1)
+    return Passes(tokens, first.astype(np.int64), previous.astype(np.int64), cold_pass)
 
 
 @dataclass(frozen=True)
@@ -63,22 +143,23 @@ class Stream:
     """The requests to one cache: `S` [layers, tokens, k], where layer i uses entries `offset[i]` + expert."""
 
     S: Integer[np.ndarray, "layers tokens k"]
+    n_experts: int
     n_entries: int
     offset: Integer[np.ndarray, " layers"]
     length: int  # tokens of a sequence
     mask: Bool[np.ndarray, " tokens"] | None
     doc: Integer[np.ndarray, " tokens"] | None
     access: Access
-    ahead: Integer[np.ndarray, "layers tokens p"] | None = None  # a predictor's sets
+    predicted: Integer[np.ndarray, "layers tokens p"] | None = None
+    passes: Passes | None = None
 
     @property
     def k(self) -> int:
         return int(self.S.shape[2])
 
     @property
-    def ahead_k(self) -> int:
-        """Entries of a prefetch."""
-        return self.k if self.ahead is None else int(self.ahead.shape[2])
+    def prefetch_size(self) -> int:
+        return self.k if self.predicted is None else int(self.predicted.shape[2])
 
     @property
     def n_tokens(self) -> int:
@@ -88,20 +169,73 @@ class Stream:
     def real_tokens(self) -> int:
         return sum(int(self._mask(span).sum()) for span in blocks(self.n_tokens, BLOCK))
 
-    @property
+    @cached_property
     def accesses(self) -> int:
-        return self.real_tokens * len(self.S) * self.k
+        """Experts asked for, prefetches not counted."""
+        if self.passes is None:
+            return self.real_tokens * len(self.S) * self.k
+        sizes = (np.diff(block.bounds)[block.kind != PREFETCH].sum() for block in self.requests())
+        return int(sum(sizes))
 
-    def blocks(self) -> Iterator[Block]:
+    def rows(self) -> Iterator[Rows]:
+        """All requests, if every forward pass has one token."""
         first = True
         for layers, span in self._pieces():
-            block = self._block(layers, span)
+            block = self._rows(layers, span)
             block.cold[0] |= first
             first = False
-            if repeated(block.steps, block.kind, self.k, self.ahead_k):
-                raise DataError("requests: got an expert twice in one request, expected k different ones.")
+            if repeated(block.steps, block.kind, self.k, self.prefetch_size):
+                raise _twice()
             yield block
             release(self.S)
+
+    def requests(self) -> Iterator[Requests]:
+        """All requests, where a forward pass has several tokens; a block is at least one text."""
+        passes = self.passes
+        assert passes is not None
+        texts = np.append(np.flatnonzero(passes.cold), len(passes.cold))
+        limit = max(BLOCK // (self.k * len(self.S)), 1)
+        first = 0
+        while first < len(passes.cold):
+            last = int(texts[np.searchsorted(texts, first + limit, side="right") - 1])
+            if last <= first:
+                last = int(texts[np.searchsorted(texts, first, side="right")])
+            yield self._requests(passes, first, last)
+            first = last
+
+    def _requests(self, passes: Passes, first: int, last: int) -> Requests:
+        """The requests of some forward passes."""
+        n_layers, n = len(self.S), last - first
+        sizes = np.minimum(np.diff(passes.first[first : last + 1]) * self.k, max(self.n_experts, self.k))
+        prefetches = self.access.prefetch is not None
+        entries = np.empty(n_layers * int(sizes.sum() + prefetches * n * self.prefetch_size), np.int64)
+        bounds = np.zeros(n_layers * n * (1 + prefetches) + 1, np.int64)
+        kind = np.empty(len(bounds) - 1, np.uint8)
+        cold = np.zeros(len(kind), np.bool_)
+        pooled = n_layers > 1 and self.access.order == "layer"
+        no_sets = np.empty((0, 0, 0), self.S.dtype)
+        written = write_requests(
+            np.ascontiguousarray(self.S),
+            no_sets if self.predicted is None else np.ascontiguousarray(self.predicted),
+            self.offset,
+            self.n_experts,
+            passes.tokens,
+            passes.first,
+            passes.previous,
+            passes.cold & (not self.access.warm),
+            first,
+            last,
+            pooled,
+            prefetches,
+            entries,
+            bounds,
+            kind,
+            cold,
+        )
+        if written < 0:
+            raise _twice()
+        cold[0] |= first == 0
+        return Requests(entries[: bounds[written]], bounds[: written + 1], kind[:written], cold[:written])
 
     def _pieces(self) -> Iterator[tuple[slice, slice]]:
         """Layers and tokens of each block."""
@@ -124,12 +258,7 @@ class Stream:
         return found
 
     def _starts(self, span: slice) -> Bool[np.ndarray, " n"]:
-        starts = np.zeros(span.stop - span.start, np.bool_)
-        starts[-span.start % self.length :: self.length] = True
-        if self.doc is not None:
-            before = max(span.start - 1, 0)
-            starts[span.start == 0 :] |= np.diff(self.doc[before : span.stop]) != 0
-        return starts
+        return starts_in(self.doc, self.length, span)
 
     def _mask(self, span: slice) -> Bool[np.ndarray, " n"]:
         if self.mask is None:
@@ -138,23 +267,23 @@ class Stream:
         release(self.mask)
         return mask
 
-    def _block(self, layers: slice, span: slice) -> Block:
-        """The steps of some tokens through some layers, layers innermost."""
+    def _rows(self, layers: slice, span: slice) -> Rows:
+        """The requests of some tokens in some layers, layers innermost."""
         steps = self._entries(self.S[layers, span], layers)
         mask, starts = self._mask(span), self._starts(span)
-        kind = np.repeat(mask[:, None], steps.shape[1], axis=1).view(np.uint8)  # SKIP or ASK
+        kind = np.where(mask[:, None], np.uint8(ASK), np.uint8(SKIP)).repeat(steps.shape[1], axis=1)
         cold = np.zeros(kind.shape, np.bool_)
         if layers.start == 0 and not self.access.warm:
             cold[:, 0] = starts
         if self.access.prefetch is None:
-            return Block(steps.reshape(-1, self.k), kind.reshape(-1), cold.reshape(-1))
-        if self.ahead is None:
+            return Rows(steps.reshape(-1, self.k), kind.reshape(-1), cold.reshape(-1))
+        if self.predicted is None:
             before = np.maximum(np.arange(span.start, span.stop) - 1, 0)
             expected = self._entries(self.S[layers, before], layers)
             known = ~starts & (True if self.mask is None else self.mask[before])
         else:
-            expected, known = self._entries(self.ahead[layers, span], layers), np.ones_like(mask)
-        fetch = np.where((kind == ASK) & known[:, None], np.uint8(FETCH), np.uint8(SKIP))
+            expected, known = self._entries(self.predicted[layers, span], layers), np.ones_like(mask)
+        fetch = np.where((kind == ASK) & known[:, None], np.uint8(PREFETCH), np.uint8(SKIP))
         return _interleave(expected, fetch, steps, kind, cold)
 
     def _entries(
@@ -167,45 +296,51 @@ class Stream:
         return steps
 
 
+def _twice() -> DataError:
+    return DataError("requests: got an expert twice in one request, expected k different ones.")
+
+
 def _interleave(
     expected: UInt[np.ndarray, "n layers p"],
     fetch: UInt[np.ndarray, "n layers"],
     steps: UInt[np.ndarray, "n layers k"],
     kind: UInt[np.ndarray, "n layers"],
     cold: Bool[np.ndarray, "n layers"],
-) -> Block:
-    """Every step after the one that fetches what is expected of it."""
+) -> Rows:
+    """Every request after the prefetch for it."""
     k, p = steps.shape[2], expected.shape[2]
     both = np.zeros((*kind.shape, 2, max(k, p)), steps.dtype)
     both[:, :, 0, :p] = expected
     both[:, :, 1, :k] = steps
     kinds = np.stack([fetch, kind], axis=2)
     colds = np.stack([cold, np.zeros_like(cold)], axis=2)
-    return Block(both.reshape(-1, max(k, p)), kinds.reshape(-1), colds.reshape(-1))
+    return Rows(both.reshape(-1, max(k, p)), kinds.reshape(-1), colds.reshape(-1))
 
 
 def streams(table: RouteTable, access: Access) -> list[Stream]:
     """One stream per cache."""
     L, _, T, _ = table.S.shape
-    share = L if access.share_block is None else access.share_block
-    require(share <= L, "share_block", share, f"at most the {L} layers of the trace")
+    share = access.layers_per_tensor(table)
     S = _flat(table.S[..., :1] if access.top1 else table.S)
-    ahead = _predicted(access, table)
-    span = L if access.pool else share
+    predicted = _predicted(access, table)
+    passes = forward_passes(table, access)
+    layers_per_cache = L if access.pool else share
     found = []
-    for first in range(0, L, span):
-        layers = slice(first, min(first + span, L))
+    for first in range(0, L, layers_per_cache):
+        layers = slice(first, min(first + layers_per_cache, L))
         offset = np.arange(layers.stop - first) // share * table.n_experts
         found.append(
             Stream(
                 S=S[layers],
+                n_experts=table.n_experts,
                 n_entries=int(offset[-1]) + table.n_experts,
                 offset=offset,
-                length=T,
+                length=max(T, 1),
                 mask=table.mask.reshape(-1),
                 doc=None if table.doc is None else table.doc.reshape(-1),
                 access=access,
-                ahead=None if ahead is None else ahead[layers],
+                predicted=None if predicted is None else predicted[layers],
+                passes=passes,
             )
         )
     return found

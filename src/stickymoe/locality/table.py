@@ -1,4 +1,4 @@
-"""`RouteTable`: which experts every token chose, without gradient; what metrics, replay and files speak.
+"""`RouteTable`: which experts every token chose, without gradient. Metrics, replay and files work on it.
 
 L layers, B sequences, T steps, N experts, k experts per token.
 """
@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Integer, Shaped
 
 from stickymoe.errors import DataError
 
-BLOCK = 1 << 22  # elements looked at at a time, so that a table larger than memory never sits in it
+BLOCK = 1 << 22  # elements read at a time, so that a table larger than memory can be measured
 MOST_EXPERTS = 1 << 16
 
 
@@ -28,9 +28,9 @@ def index_dtype(n_experts: int) -> type[np.unsignedinteger[Any]]:
 
 
 def release(array: Shaped[np.ndarray, ...]) -> None:
-    """Let go of what was read of a mapped array: its pages count as memory of this process otherwise."""
+    """Drop the pages that were read of a mapped array: otherwise they count as memory of this process."""
     mapping = getattr(array, "_mmap", None)
-    private = getattr(array, "mode", None) == "c"  # what was written to such a mapping lives nowhere else
+    private = getattr(array, "mode", None) == "c"  # what was written to such a mapping is nowhere else
     if mapping is not None and not private and hasattr(mmap, "MADV_DONTNEED"):
         mapping.madvise(mmap.MADV_DONTNEED)
 
@@ -41,7 +41,7 @@ def blocks(length: int, size: int) -> Iterator[slice]:
 
 
 def extremes(array: Integer[np.ndarray, ...]) -> tuple[int, int]:
-    """Least and greatest of a non-empty array, read in blocks."""
+    """Minimum and maximum of a non-empty array, read in blocks."""
     flat = array.reshape(-1)
     found = []
     for block in blocks(len(flat), BLOCK):
@@ -50,17 +50,33 @@ def extremes(array: Integer[np.ndarray, ...]) -> tuple[int, int]:
     return min(found), max(found)
 
 
+def starts_in(doc: Integer[np.ndarray, " tokens"] | None, length: int, span: slice) -> Bool[np.ndarray, " n"]:
+    """Which tokens of a span begin a sequence or document, in a flat stream of sequences of `length` tokens."""
+    starts = np.zeros(span.stop - span.start, np.bool_)
+    starts[-span.start % length :: length] = True
+    if doc is not None:
+        before = max(span.start - 1, 0)
+        starts[span.start == 0 :] |= np.diff(doc[before : span.stop]) != 0
+    return starts
+
+
 def _wrong(name: str, array: Shaped[np.ndarray, ...], expected: str) -> DataError:
     return DataError(f"The route table's {name}: got {array.dtype} {array.shape}, expected {expected}.")
 
 
 @dataclass(frozen=True)
 class RouteTable:
-    """`S` holds the chosen experts, heaviest first; arrays may be memory-mapped.
+    """The experts that every token chose in every layer. What is unknown is None. Arrays may be memory-mapped.
 
-    `mask` marks real tokens and `doc` numbers documents; `weights` are the combine weights of `S`; `phase` tells
-    prefill (0) from decode (1) in the trace of a generation; `tokens` are the token ids; `expert_bytes` is the size
-    of one expert. What is unknown is None.
+    S: the chosen experts, heaviest first
+    mask: real tokens; the others are padding
+    doc: document numbers; a text ends where the number changes
+    weights: the combine weights of S
+    phase: prefill (0) or decode (1), in the trace of a generation
+    tokens: token ids
+    expert_bytes: bytes of one expert, for each layer
+    other_bytes: bytes of all weights outside the experts, which are always resident
+    share_block: adjacent layers that use the same expert weights
     """
 
     S: Integer[np.ndarray, "L B T k"]
@@ -70,7 +86,9 @@ class RouteTable:
     weights: Float[np.ndarray, "L B T k"] | None = None
     phase: Integer[np.ndarray, "B T"] | None = None
     tokens: Integer[np.ndarray, "B T"] | None = None
-    expert_bytes: int | None = None
+    expert_bytes: tuple[int, ...] | None = None
+    other_bytes: int | None = None
+    share_block: int = 1
 
     def __post_init__(self) -> None:
         if self.S.ndim != 4 or not np.issubdtype(self.S.dtype, np.integer):
@@ -89,8 +107,7 @@ class RouteTable:
                 raise _wrong(name, array, f"whole numbers {at}")
         if self.weights is not None and self.weights.shape != self.S.shape:
             raise _wrong("weights", self.weights, f"{self.S.shape} as in S")
-        if self.expert_bytes is not None and self.expert_bytes < 1:
-            raise DataError(f"The route table's expert_bytes: got {self.expert_bytes}, expected a whole number ≥ 1.")
+        self._require_sizes()
         if self.S.size:
             for extreme in extremes(self.S):
                 if not 0 <= extreme < self.n_experts:
@@ -98,6 +115,17 @@ class RouteTable:
                         f"The route table names expert {extreme}, but there are {self.n_experts} experts "
                         f"(0 … {self.n_experts - 1})."
                     )
+
+    def _require_sizes(self) -> None:
+        sizes = self.expert_bytes
+        if sizes is not None and (len(sizes) != self.n_layers or any(size < 1 for size in sizes)):
+            expected = f"{self.n_layers} whole numbers ≥ 1, one for each layer"
+            raise DataError(f"The route table's expert_bytes: got {sizes}, expected {expected}.")
+        if self.other_bytes is not None and self.other_bytes < 0:
+            raise DataError(f"The route table's other_bytes: got {self.other_bytes}, expected a whole number ≥ 0.")
+        if not 1 <= self.share_block <= max(self.n_layers, 1):
+            expected = f"a whole number of layers from 1 to {self.n_layers}"
+            raise DataError(f"The route table's share_block: got {self.share_block}, expected {expected}.")
 
     @property
     def n_layers(self) -> int:
@@ -108,9 +136,13 @@ class RouteTable:
         return int(self.S.shape[3])
 
     @cached_property
+    def starts(self) -> Bool[np.ndarray, "B T"]:
+        """The first tokens of sequences and documents."""
+        B, T = self.mask.shape
+        doc = None if self.doc is None else self.doc.reshape(-1)
+        return starts_in(doc, max(T, 1), slice(0, B * T)).reshape(B, T)
+
+    @cached_property
     def pairs(self) -> Bool[np.ndarray, "B steps"]:
         """Adjacent tokens that count: both real and in the same document."""
-        both: Bool[np.ndarray, "B steps"] = self.mask[:, 1:] & self.mask[:, :-1]
-        if self.doc is not None:
-            both &= self.doc[:, 1:] == self.doc[:, :-1]
-        return both
+        return np.asarray(self.mask[:, 1:] & self.mask[:, :-1] & ~self.starts[:, 1:])

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from stickymoe.errors import StickyError
 from stickymoe.locality.devices import Device
 from stickymoe.locality.figures import working_set
-from stickymoe.locality.latency import Point, in_bytes, in_slots, plan, smallest, verdict
-from stickymoe.locality.replay import MissCurve
+from stickymoe.locality.plan import Budget, Point, Sizes, bytes_text, cache_points, smallest
+from stickymoe.locality.replay import MissCurve, miss_curve
 from stickymoe.locality.streams import Access
-from stickymoe.reports import figures, lab
+from stickymoe.locality.study import judge, slots_text
+from stickymoe.reports import figures
 from stickymoe.reports.collection import Group, Row
 from stickymoe.reports.tables import ALL_SLOTS, capacities
+from stickymoe.runs.traces import Trace, open_traces
 
 MOST = 6  # runs that can be told apart in one figure
 POLICIES = ("lru", "lfu")  # of those that a device can run, drawn beside the bound
@@ -26,7 +28,7 @@ class Costs:
     other: bytes beside the experts
     """
 
-    trace: lab.Trace
+    trace: Trace
     curves: dict[str, MissCurve]
     points: list[Point]
     other: float
@@ -37,10 +39,10 @@ class Costs:
         table, lru = self.trace.table, self.curves["lru"]
         capacity = min(table.top_k + 1, table.n_experts)
         rates = {policy: curve.rate(capacity) for policy, curve in self.curves.items()}
-        told = in_slots(str(capacity), len(lru.misses))
+        setting = slots_text(str(capacity), len(lru.misses))
         cold = lru.rate(table.n_experts)
-        judged = verdict(told, rates, cold=cold, working_set=self.in_use[WINDOWS.index(16)])
-        return f"{judged}. {smallest(self.points, memory=budget).words}"
+        verdict = judge(setting, rates, cold=cold, working_set=self.in_use[WINDOWS.index(16)])
+        return f"{verdict}. {smallest(self.points, Budget(budget)).message}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class OnDevice:
             (
                 "speed",
                 f"Tokens per second on {self.device.name}",
-                f"LRU; the line is the budget, {in_bytes(self.budget)}. {self._counted}",
+                f"LRU; the line is the budget, {bytes_text(self.budget)}. {self._counted}",
                 figures.speed(speeds, self.budget),
             ),
             (
@@ -89,7 +91,7 @@ class OnDevice:
 
     @property
     def _counted(self) -> str:
-        alone = [label for label, costs in self.costs.items() if costs.trace.other_bytes is None]
+        alone = [label for label, costs in self.costs.items() if costs.trace.table.other_bytes is None]
         return "All weights count, as fp32" + (f"; of {', '.join(alone)} the experts alone." if alone else ".")
 
     @property
@@ -128,17 +130,16 @@ def _costs(row: Row, device: Device) -> tuple[Costs | None, list[str]]:
     for run in row.complete:
         if run.folder is not None and run.folder.routes.exists():
             try:
-                (trace,) = lab.open_traces([run.folder.path])
+                (trace,) = open_traces([run.folder.path])
                 return _costs_of(trace, device), reasons
             except StickyError as e:
                 reasons.append(f"left out: {e}")
     return None, reasons
 
 
-def _costs_of(trace: lab.Trace, device: Device) -> Costs:
-    access = Access(order="decode", share_block=lab.sharing(trace, None))
-    curves = lab.curves(trace, policies=POLICIES, access=access)
-    weights = lab.weights_of(trace, None, None)
-    points = plan(trace.table, curves["lru"], device, weights)
-    in_use = working_set(trace.table, WINDOWS).mean(0).tolist()
-    return Costs(trace, curves, points, weights.other, in_use)
+def _costs_of(trace: Trace, device: Device) -> Costs:
+    table, access = trace.table, Access(order="decode")
+    curves = {policy: miss_curve(table, policy=policy, access=access) for policy in (*POLICIES, "belady")}
+    sizes = Sizes.of(table)
+    points = cache_points(table, curves["lru"], device, sizes)
+    return Costs(trace, curves, points, sizes.other, working_set(table, WINDOWS).mean(0).tolist())

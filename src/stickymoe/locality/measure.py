@@ -1,0 +1,99 @@
+"""`measure`: every locality metric of a route table, per layer and averaged. Nothing else computes them.
+
+The equations are in `metrics` (the paper's metrics and load), `figures` (reuse, working sets, specialisation) and
+`coherence` (topics). Names are those of run records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Integer
+
+from stickymoe.locality import coherence, figures
+from stickymoe.locality import metrics as m
+from stickymoe.locality.replay import simulate
+from stickymoe.locality.streams import Access
+from stickymoe.locality.table import RouteTable
+
+LAGS = (1, 8)
+WINDOWS = (16, 64)
+SEGMENT = 16  # tokens of a segment for the segment metrics
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Metrics by name: `per_layer` holds the layers, `values` their means and what is one number per model.
+
+    A metric over nothing is NaN.
+    """
+
+    per_layer: Mapping[str, Float[np.ndarray, " L"]]
+    values: Mapping[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+
+def measure(
+    table: RouteTable, *, capacities: Sequence[int] = (2, 3), topics: Integer[np.ndarray, "B T"] | None = None
+) -> Measurement:
+    """Measure a table. `capacities` are slots for the hit rates over all k experts; `topics` number each token's topic.
+
+    switch_rate, set_switch_rate     how often the heaviest expert, or the set of experts, changes between tokens
+    cache_hit_rate                   the paper's: LRU, 2 slots, heaviest expert only, cold for every sequence
+    cache_hit_rate_all_cC            the same over all k experts with C slots, which is what a device pays
+    pool_hit_rate_cC                 one LRU cache of C slots per layer for the whole model, in decode order
+    utilisation_entropy, utilisation_i, effective_experts, neglected_experts    how evenly experts are used
+    run_length                       tokens for which the heaviest expert stays
+    reuse_n                          fraction of a token's experts that were chosen n tokens earlier
+    working_set_n                    different experts that n adjacent tokens use
+    segment_routing_16, segment_cache_16    SRP and SCH of Liang et al. (arXiv 2505.16056)
+    document_specialisation, word_specialisation, topic_information    where documents, token ids or topics are known
+    """
+    per_layer = {
+        "switch_rate": m.switch_rate_by_layer(table),
+        "set_switch_rate": m.set_switch_rate_by_layer(table),
+        "cache_hit_rate": m.cache_hit_rate_by_layer(table),
+        **{f"cache_hit_rate_all_c{C}": m.cache_hit_rate_all_by_layer(table, C) for C in capacities},
+        "utilisation_entropy": m.utilisation_entropy_by_layer(table),
+        "effective_experts": np.exp2(m.utilisation_entropy_by_layer(table)),
+        **_figures(table),
+    }
+    if topics is not None:
+        per_layer["topic_information"] = coherence.topic_information_above_chance_by_layer(table, topics)
+    values = {name: float(layers.mean()) for name, layers in per_layer.items()}
+    values |= {f"pool_hit_rate_c{C}": _pool_hit_rate(table, C) for C in capacities}
+    values["neglected_experts"] = m.neglected_experts(table)
+    shares = m.utilisation_by_layer(table)
+    return Measurement(per_layer | {f"utilisation_{i}": shares[:, i] for i in range(shares.shape[1])}, values)
+
+
+def _figures(table: RouteTable) -> dict[str, Float[np.ndarray, " L"]]:
+    k = table.top_k
+    reuse, in_use = figures.reuse_by_lag(table, LAGS), figures.working_set(table, WINDOWS)
+    found = {
+        "run_length": figures.mean_run_length_by_layer(table),
+        **{f"reuse_{lag}": reuse[:, i] for i, lag in enumerate(LAGS)},
+        **{f"working_set_{window}": in_use[:, i] for i, window in enumerate(WINDOWS)},
+        f"segment_routing_{SEGMENT}": figures.segment_routing_by_layer(table, SEGMENT),
+        f"segment_cache_{SEGMENT}": figures.segment_cache_by_layer(table, SEGMENT, min(2 * k, table.n_experts)),
+    }
+    if table.doc is not None:
+        by_document = figures.domain_specialisation(table)
+        found["document_specialisation"] = figures.peak_specialisation_by_layer(by_document, k)
+    if table.tokens is not None:
+        by_word = figures.vocabulary_specialisation(table)[1]
+        found["word_specialisation"] = figures.peak_specialisation_by_layer(by_word, k)
+    return found
+
+
+def _pool_hit_rate(table: RouteTable, capacity: int) -> float:
+    """Hit rate over all k experts of one LRU cache with `capacity` slots per layer for the whole model.
+
+    Where layers share experts, a shared expert is one entry, so models that share can be compared with others.
+    """
+    access = Access(order="decode", pool=True)
+    return 1 - simulate(table, capacity=capacity * table.n_layers, access=access).miss_rate

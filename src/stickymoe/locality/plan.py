@@ -1,0 +1,243 @@
+"""`plan`: what every cache costs on a device, and the smallest one that does what is asked.
+
+    τ = τ_compute + Σ loads · τ_load per token: the paper's step latency with misses counted, since k > 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stickymoe.errors import ConfigError, require
+from stickymoe.locality.devices import Device, load_device
+from stickymoe.locality.policies import find_policy, policy_names
+from stickymoe.locality.replay import MissCurve, allocate, miss_curve
+from stickymoe.locality.streams import Access
+from stickymoe.locality.study import slots_text, smallest_useful
+from stickymoe.locality.table import RouteTable
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model: of one expert in each layer, and of everything that is always resident."""
+
+    experts: tuple[float, ...]
+    other: float = 0.0
+
+    def __post_init__(self) -> None:
+        for size in self.experts:
+            require(size >= 1, "expert_bytes", size, "a number ≥ 1")
+        require(self.other >= 0, "other_bytes", self.other, "a number ≥ 0")
+
+    @classmethod
+    def of(cls, table: RouteTable, expert: float | None = None, other: float | None = None) -> Sizes:
+        """Sizes as given, or as the table has them."""
+        if expert is not None:
+            experts: tuple[float, ...] = (expert,) * table.n_layers
+        elif table.expert_bytes is not None:
+            experts = table.expert_bytes
+        else:
+            raise ConfigError("The trace does not say how large an expert is: pass expert_bytes, such as 14MB.")
+        return cls(experts, float(table.other_bytes or 0) if other is None else other)
+
+    def of_caches(self, n_caches: int) -> list[float]:
+        """Bytes of a slot of each cache: it must hold the largest expert of the layers that the cache serves."""
+        per_cache = math.ceil(len(self.experts) / n_caches)
+        return [max(self.experts[i : i + per_cache]) for i in range(0, len(self.experts), per_cache)]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What is asked of a device: bytes of fast memory, and tokens per second if that matters."""
+
+    memory: float
+    tokens_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        speed = self.tokens_per_s
+        require(speed is None or (math.isfinite(speed) and speed > 0), "tokens_per_s", speed, "a finite number > 0")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One cache on one device. `slots` per cache; `memory` holds them and what is always resident."""
+
+    policy: str
+    slots: tuple[int, ...]
+    memory: float
+    miss_rate: float
+    loads_per_token: float
+    bytes_per_token: float
+    ms_per_token: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1000 / self.ms_per_token
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The cache that meets a budget, None if there is none, and one sentence about it."""
+
+    point: Point | None
+    message: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every cache costs on a device: for each policy a point for every capacity, smallest first."""
+
+    device: Device
+    sizes: Sizes
+    budget: Budget
+    points: dict[str, list[Point]]
+    compute_ms: float
+    answer: Answer
+
+
+def plan(
+    table: RouteTable,
+    device: Device | str,
+    *,
+    memory: float | None = None,
+    tokens_per_s: float | None = None,
+    policies: Sequence[str] = ("lru", "belady"),
+    expert_bytes: float | None = None,
+    other_bytes: float | None = None,
+    access: Access | None = None,
+    allocated: bool = False,
+    useful: bool = False,
+) -> Plan:
+    """Plan for a device, or a profile by its name; `memory` is the device's fast memory by default.
+
+    The answer is the smallest cache that reaches `tokens_per_s`, or without that the fastest that fits. Bytes are those
+    of the table unless given. `allocated` divides the slots over the caches by their miss curves. `useful` leaves out
+    caches that cannot hold a token's experts.
+    """
+    device = load_device(device) if isinstance(device, str) else device
+    access = access or Access(order="decode")
+    sizes = Sizes.of(table, expert_bytes, other_bytes)
+    budget = Budget(device.fast_memory if memory is None else memory, tokens_per_s)
+    curves = (miss_curve(table, policy=policy, access=access) for policy in policies)
+    points = {curve.policy: cache_points(table, curve, device, sizes, allocated=allocated) for curve in curves}
+    if useful:
+        least = smallest_useful(table, access)
+        points = {policy: line[least - 1 :] for policy, line in points.items()}
+    return Plan(device, sizes, budget, points, token_ms(table, device, sizes), _answer(points, budget))
+
+
+def token_ms(table: RouteTable, device: Device, sizes: Sizes) -> float:
+    """The time to compute one token if everything it needs is resident."""
+    return device.compute_ms(table.top_k * sum(sizes.experts) + sizes.other)
+
+
+def cache_points(
+    table: RouteTable, curve: MissCurve, device: Device, sizes: Sizes, *, allocated: bool = False
+) -> list[Point]:
+    """A point for every capacity of a miss curve, smallest first."""
+    if curve.tokens == 0:
+        raise ConfigError("The trace has no tokens, so there is nothing to plan for.")
+    n_caches, compute_ms = len(curve.misses), token_ms(table, device, sizes)
+    slot_bytes = sizes.of_caches(n_caches)
+    points = []
+    for i, capacity in enumerate(curve.capacities.tolist()):
+        if allocated:
+            slots = allocate(curve, n_caches * capacity)
+            misses = [int(curve.misses[cache, c - 1]) for cache, c in enumerate(slots)]
+        else:
+            slots, misses = [capacity] * n_caches, curve.misses[:, i].tolist()
+        loads = list(zip(misses, slot_bytes, strict=True))
+        points.append(
+            Point(
+                policy=curve.policy,
+                slots=tuple(slots),
+                memory=sum(c * size for c, size in zip(slots, slot_bytes, strict=True)) + sizes.other,
+                miss_rate=sum(misses) / int(curve.accesses.sum()),
+                loads_per_token=sum(misses) / curve.tokens,
+                bytes_per_token=sum(n * size for n, size in loads) / curve.tokens,
+                ms_per_token=compute_ms + sum(n * device.load_ms(size) for n, size in loads) / curve.tokens,
+            )
+        )
+    return points
+
+
+def knee(points: Sequence[Point]) -> Point:
+    """The point farthest below the chord of milliseconds over memory: beyond it, more memory brings less."""
+    first, last = points[0], points[-1]
+    width, height = last.memory - first.memory, first.ms_per_token - last.ms_per_token
+    if width <= 0 or height <= 0:
+        return first
+    return max(points, key=lambda p: (first.ms_per_token - p.ms_per_token) / height - (p.memory - first.memory) / width)
+
+
+def _answer(points: dict[str, list[Point]], budget: Budget) -> Answer:
+    """Over all policies that a device can run; with `static` alone, a bound."""
+    online = [p for policy, line in points.items() if find_policy(policy).online for p in line]
+    found = online or points.get("static", [])
+    if not found:
+        names = ", ".join(policy_names(online=True))
+        return Answer(None, f"No device can run {' or '.join(points)}, which knows the trace: add one of {names}.")
+    answer = smallest(found, budget)
+    return answer if online else Answer(answer.point, f"A bound, since static knows the trace. {answer.message}")
+
+
+def smallest(points: Sequence[Point], budget: Budget) -> Answer:
+    """The smallest cache that is fast enough; if no speed is asked for, the fastest that fits."""
+    fitting = [p for p in points if p.memory <= budget.memory]
+    if not fitting:
+        least = min(points, key=lambda p: p.memory)
+        size = f"the smallest, {_slots(least)}, needs {bytes_text(least.memory)}"
+        return Answer(None, f"No cache fits {bytes_text(budget.memory)}: {size}.")
+    speed = budget.tokens_per_s
+    if speed is None:
+        best = max(fitting, key=lambda p: (p.tokens_per_s, -p.memory))
+        return Answer(best, f"In {bytes_text(budget.memory)}: {_describe(best)}.")
+    enough = [p for p in fitting if p.tokens_per_s >= speed]
+    if enough:
+        best = min(enough, key=lambda p: (p.memory, -p.tokens_per_s))
+        return Answer(best, f"{speed:g} tokens/s: {_describe(best)}.")
+    best = max(fitting, key=lambda p: p.tokens_per_s)
+    reason = _why_too_slow(points, best, speed)
+    return Answer(None, f"No cache reaches {speed:g} tokens/s in {bytes_text(budget.memory)}: {reason}.")
+
+
+def _why_too_slow(points: Sequence[Point], best: Point, tokens_per_s: float) -> str:
+    faster = [p for p in points if p.tokens_per_s >= tokens_per_s]
+    if faster:
+        needed = min(faster, key=lambda p: p.memory)
+        most = f"{speed_text(best.tokens_per_s)} is the most in this budget"
+        return f"that takes {bytes_text(needed.memory)} ({_slots(needed)}); {most}"
+    fastest = max(points, key=lambda p: p.tokens_per_s)
+    loads = f"{fastest.loads_per_token:.3g} loads per token remain"
+    return f"even the fastest cache, {_slots(fastest)}, reaches {speed_text(fastest.tokens_per_s)} ({loads})"
+
+
+def choose_run(perplexities: Sequence[float], plans: Sequence[Plan]) -> int | None:
+    """The run with the lowest perplexity whose cache meets the budget."""
+    fitting = [i for i, found in enumerate(plans) if found.answer.point is not None]
+    return min(fitting, key=lambda i: perplexities[i], default=None)
+
+
+def _describe(point: Point) -> str:
+    return (
+        f"{point.policy} with {_slots(point)} ({bytes_text(point.memory)}) reaches {speed_text(point.tokens_per_s)} "
+        f"tokens/s at {point.miss_rate:.1%} misses"
+    )
+
+
+def _slots(point: Point) -> str:
+    each = sorted(set(point.slots))
+    number = str(each[0]) if len(each) == 1 else f"{each[0]}–{each[-1]}"
+    return slots_text(number, len(point.slots))
+
+
+def bytes_text(n: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n:.0f} B"
+
+
+def speed_text(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"

@@ -1,0 +1,309 @@
+"""Cache policies: which resident entry is evicted. One definition serves `Cache` and the compiled replay.
+
+A policy is a class with up to three functions, which numba compiles:
+
+    used(s, e, new)   entry e was requested and is resident; `new` if this request loaded it
+    victim(s)         the entry to evict, never one that the request being served needs
+    forget(s, e)      entry e leaves the cache (optional)
+
+`s` is the `State` of one cache. A policy keeps either an order (`append`, `unlink`, `oldest`) or a score per slot
+(`lowest`). The class docstring says what is evicted. `knows` names what an offline policy reads from `s[HINT, e]`:
+"rank", the rank of each entry by its uses in the whole trace, or "next_use", the position of its next use.
+
+    @register_policy("mru")
+    class MRU:
+        \"\"\"Evicts the entry that was used last.\"\"\"
+
+        def used(s, e, new):
+            if not new:
+                unlink(s, e)
+            append(s, e)
+
+        def victim(s): ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int64
+from numba import njit
+
+from stickymoe.errors import ConfigError, unknown
+
+NEVER = np.iinfo(np.int64).max  # a next use that never comes, and the score of a slot that must stay
+SIZE, HITS, PREFETCHED, USEFUL, HAND, AGE, CLOCK = range(7)  # what `State.var` holds
+Knowledge = Literal["rank", "next_use"]
+
+
+# The state of a cache is one array of whole numbers [rows, entries + 1]: compiled code passes one array for free, and
+# a dozen at the cost of a replayed request. These are its rows.
+SLOT = 0  # the slot of each entry, −1 if it is not resident
+PINNED = 1  # whether the request being served needs a resident entry
+UNUSED = 2  # whether an entry was prefetched and not yet requested
+NEWER, OLDER = 3, 4  # neighbours in a circular list from the newest to the oldest entry, closed by the last column
+MARK = 5  # one bit per entry
+USES = 6  # uses since the entry was loaded
+HINT = 7  # what an offline policy knows of each entry
+HELD = 8  # the entry in each slot, −1 if it is free
+SCORE, STAMP = 9, 10  # of each slot; a pinned slot has the score NEVER
+LOADED, INTO, EVICTED = 11, 12, 13  # the loads of the last request: entry, slot, and the entry it replaced or −1
+VAR = 14  # these variables of the cache:
+CAPACITY, SIZE, HITS, LOADS, PREFETCHED, USEFUL, HAND, AGE, CLOCK = range(9)
+
+State = Int64[np.ndarray, "15 columns"]
+
+
+def new_state(n_entries: int, capacity: int) -> State:
+    """An empty cache of `capacity` slots."""
+    state = np.zeros((15, max(n_entries, capacity, CLOCK) + 1), np.int64)
+    state[VAR, CAPACITY] = capacity
+    clear(state)
+    return state
+
+
+@njit(cache=True)
+def clear(s: Any) -> None:
+    """Empty the cache; counts of hits and prefetches go on."""
+    end = s.shape[1] - 1
+    s[SLOT] = s[HELD] = -1
+    s[UNUSED] = 0
+    s[NEWER, end] = s[OLDER, end] = end
+    s[VAR, HAND] = end
+    s[VAR, SIZE] = s[VAR, AGE] = s[VAR, CLOCK] = 0
+
+
+@njit(cache=True)
+def append(s: Any, e: int) -> None:
+    """Put an entry at the newest end of the order."""
+    end = s.shape[1] - 1
+    newest = s[OLDER, end]
+    s[OLDER, e] = newest
+    s[NEWER, e] = end
+    s[NEWER, newest] = e
+    s[OLDER, end] = e
+
+
+@njit(cache=True)
+def unlink(s: Any, e: int) -> None:
+    """Take an entry out of the order."""
+    s[NEWER, s[OLDER, e]] = s[NEWER, e]
+    s[OLDER, s[NEWER, e]] = s[OLDER, e]
+
+
+@njit(cache=True)
+def oldest(s: Any) -> int:
+    """The oldest entry of the order that is not pinned."""
+    e = s[NEWER, s.shape[1] - 1]
+    while s[PINNED, e]:
+        e = s[NEWER, e]
+    return e  # type: ignore[no-any-return]
+
+
+@njit(cache=True)
+def lowest(s: Any, by_stamp: bool) -> int:
+    """The entry whose slot has the lowest score; among equal scores the lowest stamp, or the first slot."""
+    low = NEVER
+    for slot in range(s[VAR, CAPACITY]):
+        low = min(low, s[SCORE, slot])
+    best = 0
+    while s[SCORE, best] != low:
+        best += 1
+    if by_stamp:
+        for slot in range(best + 1, s[VAR, CAPACITY]):
+            if s[SCORE, slot] == low and s[STAMP, slot] < s[STAMP, best]:
+                best = slot
+    return s[HELD, best]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A registered policy. `request`, `replay_rows` and `replay_requests` are the loops of `serving`, compiled for it.
+
+    `stack` says that a larger cache always holds what a smaller one holds, so that one pass gives a whole curve.
+    """
+
+    name: str
+    description: str
+    knows: Knowledge | None
+    stack: bool
+    used: Callable[..., None]
+    victim: Callable[..., int]
+    forget: Callable[..., None]
+    source: str
+    _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    @property
+    def online(self) -> bool:
+        """Whether a device can run it: an offline policy knows the trace, and is a bound."""
+        return self.knows is None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in ("request", "replay_rows", "replay_requests"):
+            raise AttributeError(name)
+        if name not in self._compiled:
+            from stickymoe.locality.serving import compile_for
+
+            self._compiled.update(compile_for(self))
+        return self._compiled[name]
+
+
+_POLICIES: dict[str, Policy] = {}
+
+
+def register_policy(name: str, *, knows: Knowledge | None = None, stack: bool = False) -> Callable[[type], type]:
+    """Make a policy known under `name`. A name can be registered once."""
+
+    def register(cls: type) -> type:
+        if name in _POLICIES:
+            raise ConfigError(f"Policy '{name}' is registered twice.")
+        for required in ("used", "victim"):
+            if required not in vars(cls):
+                raise ConfigError(f"Policy '{name}': {cls.__name__} has no function '{required}'.")
+        _POLICIES[name] = Policy(
+            name=name,
+            description=" ".join((cls.__doc__ or "").split()),
+            knows=knows,
+            stack=stack,
+            used=njit(vars(cls)["used"]),
+            victim=njit(vars(cls)["victim"]),
+            forget=njit(vars(cls).get("forget", _forget_nothing)),
+            source=_digest(cls),
+        )
+        return cls
+
+    return register
+
+
+def _forget_nothing(s: Any, e: int) -> None:
+    pass
+
+
+def _digest(cls: type) -> str:
+    """A name for this version of a policy's code: compiled loops on disk must not outlive it."""
+    try:
+        return hashlib.sha1(inspect.getsource(cls).encode()).hexdigest()[:10]
+    except (OSError, TypeError):  # defined in an interactive session
+        return ""
+
+
+def find_policy(name: str) -> Policy:
+    if name not in _POLICIES:
+        raise ConfigError(unknown("policy", name, _POLICIES))
+    return _POLICIES[name]
+
+
+def policy_names(*, online: bool | None = None) -> tuple[str, ...]:
+    """All policies, or those that a device can run, or the others."""
+    return tuple(name for name, policy in _POLICIES.items() if online is None or policy.online == online)
+
+
+# The policies
+
+
+@register_policy("lru", stack=True)
+class LRU:
+    """Evicts the entry that was used longest ago."""
+
+    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+        if not new:
+            if s[OLDER, s.shape[1] - 1] == e:
+                return
+            unlink(s, e)
+        append(s, e)
+
+    def victim(s: Any) -> int:  # noqa: N805
+        return oldest(s)
+
+    def forget(s: Any, e: int) -> None:  # noqa: N805
+        unlink(s, e)
+
+
+@register_policy("lfu")
+class LFU:
+    """Evicts the entry with the fewest uses since it was loaded, plus the age of the cache when it was last used.
+
+    Dynamic ageing (Arlitt et al., 2000): the age is the value of the last victim, so an entry that was popular long
+    ago does not stay for ever. Among equal values, it evicts the entry that was used longest ago.
+    """
+
+    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+        s[USES, e] = 1 if new else s[USES, e] + 1
+        s[VAR, CLOCK] += 1
+        s[SCORE, s[SLOT, e]] = s[USES, e] + s[VAR, AGE]
+        s[STAMP, s[SLOT, e]] = s[VAR, CLOCK]
+
+    def victim(s: Any) -> int:  # noqa: N805
+        e = lowest(s, True)
+        s[VAR, AGE] = s[SCORE, s[SLOT, e]]
+        return e
+
+
+@register_policy("fifo")
+class FIFO:
+    """Evicts the entry that was loaded longest ago."""
+
+    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+        if new:
+            append(s, e)
+
+    def victim(s: Any) -> int:  # noqa: N805
+        return oldest(s)
+
+    def forget(s: Any, e: int) -> None:  # noqa: N805
+        unlink(s, e)
+
+
+@register_policy("sieve")
+class Sieve:
+    """Evicts the first entry that was not used again, from a hand that moves from the oldest load to the newest.
+
+    Zhang et al., "SIEVE is Simpler than LRU", NSDI 2024. The hand clears the mark of the entries it passes.
+    """
+
+    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+        s[MARK, e] = not new
+        if new:
+            append(s, e)
+
+    def victim(s: Any) -> int:  # noqa: N805
+        end = s.shape[1] - 1
+        e = s[VAR, HAND] if s[VAR, HAND] != end else s[NEWER, end]
+        while s[PINNED, e] or s[MARK, e]:
+            if not s[PINNED, e]:
+                s[MARK, e] = False
+            e = s[NEWER, e] if s[NEWER, e] != end else s[NEWER, end]
+        s[VAR, HAND] = e
+        return e
+
+    def forget(s: Any, e: int) -> None:  # noqa: N805
+        if s[VAR, HAND] == e:
+            s[VAR, HAND] = s[NEWER, e]
+        unlink(s, e)
+
+
+@register_policy("static", knows="rank", stack=True)
+class Static:
+    """Evicts the entry with the fewest uses in the whole trace; among equals the one with the highest index."""
+
+    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+        s[SCORE, s[SLOT, e]] = s[HINT, e]
+
+    def victim(s: Any) -> int:  # noqa: N805
+        return lowest(s, False)
+
+
+@register_policy("belady", knows="next_use", stack=True)
+class Belady:
+    """Evicts the entry whose next use is farthest in the future: no policy that loads on demand misses less."""
+
+    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+        s[SCORE, s[SLOT, e]] = -s[HINT, e]
+
+    def victim(s: Any) -> int:  # noqa: N805
+        return lowest(s, False)

@@ -1,0 +1,184 @@
+"""How a cache serves requests: the loops that every policy is compiled into.
+
+A request is what one forward pass asks of one cache. Its experts, heaviest first, are served together: hits are judged
+against the cache before the request, resident members are pinned, each miss evicts an entry outside the request, then
+the policy sees every member from the lightest to the heaviest. A request that is larger than the cache is served one
+expert after another, heaviest first. A union (the experts of several tokens) that is larger than the cache is served
+in groups that fit: first its hits, then the others.
+
+The functions below are templates: `used`, `victim` and `forget` are those of one policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from numba import njit
+
+from stickymoe.locality.policies import (
+    CAPACITY,
+    EVICTED,
+    HELD,
+    HINT,
+    HITS,
+    INTO,
+    LOADED,
+    LOADS,
+    NEVER,
+    PINNED,
+    PREFETCHED,
+    SCORE,
+    SIZE,
+    SLOT,
+    UNUSED,
+    USEFUL,
+    VAR,
+    clear,
+)
+
+if TYPE_CHECKING:
+    from stickymoe.locality.policies import Policy
+
+    used: Callable[..., None]
+    victim: Callable[..., int]
+    forget: Callable[..., None]
+
+SKIP, ASK, PREFETCH, UNION = 0, 1, 2, 3  # kinds of request
+
+
+def _load(s: Any, e: int) -> None:
+    """Give a missing entry a slot."""
+    if s[VAR, SIZE] == s[VAR, CAPACITY]:
+        out = victim(s)
+        slot = s[SLOT, out]
+        forget(s, out)
+        s[SLOT, out] = -1
+        s[UNUSED, out] = 0
+    else:
+        out = -1
+        slot = s[VAR, SIZE]
+        while s[HELD, slot] >= 0:  # a slot below was freed
+            slot = slot + 1 if slot + 1 < s[VAR, CAPACITY] else 0
+        s[VAR, SIZE] += 1
+    s[HELD, slot] = e
+    s[SLOT, e] = slot
+    s[SCORE, slot] = NEVER
+    n = s[VAR, LOADS]
+    s[LOADED, n], s[INTO, n], s[EVICTED, n] = e, slot, out
+    s[VAR, LOADS] = n + 1
+
+
+@njit(inline="always")
+def _hit(s: Any, e: int) -> None:
+    s[VAR, HITS] += 1
+    s[VAR, USEFUL] += s[UNUSED, e]
+    s[UNUSED, e] = 0
+
+
+def _serve(s: Any, entries: Any, first: int, last: int, asked: bool) -> None:
+    """Serve entries[first:last] together; they fit into the cache."""
+    missing = 0
+    for j in range(first, last):
+        e = entries[j]
+        slot = s[SLOT, e]
+        if slot < 0:
+            missing += 1
+            continue
+        s[PINNED, e] = 1
+        s[SCORE, slot] = NEVER
+        if asked:
+            _hit(s, e)
+    if missing:
+        for j in range(first, last):
+            e = entries[j]
+            if s[SLOT, e] < 0:
+                _load(s, e)
+                if not asked:
+                    s[UNUSED, e] = 1
+                    s[VAR, PREFETCHED] += 1
+    for j in range(last - 1, first - 1, -1):
+        e = entries[j]
+        new = s[PINNED, e] == 0
+        s[PINNED, e] = 0
+        used(s, e, new)
+
+
+def _request(s: Any, kind: int, entries: Any, first: int, last: int) -> None:
+    """Serve entries[first:last] as a request of some kind; a large union is put into the order it is served in."""
+    C = s[VAR, CAPACITY]
+    s[VAR, LOADS] = 0
+    if kind == PREFETCH:
+        _serve(s, entries, first, min(last, first + C), False)
+    elif last - first <= C:
+        _serve(s, entries, first, last, True)
+    elif kind == ASK:
+        for j in range(first, last):
+            _serve(s, entries, j, j + 1, True)
+    else:
+        border = _hits_first(s, entries, first, last)
+        _serve(s, entries, first, border, True)
+        for j in range(border, last, C):
+            _serve(s, entries, j, min(j + C, last), True)
+
+
+@njit(cache=True)
+def _hits_first(s: Any, entries: Any, first: int, last: int) -> int:
+    """Put the resident entries of a union first, both parts in their order; returns where the others begin."""
+    border = first
+    for j in range(first, last):
+        e = entries[j]
+        if s[SLOT, e] >= 0:
+            for i in range(j, border, -1):
+                entries[i] = entries[i - 1]
+            entries[border] = e
+            border += 1
+    return border
+
+
+def _replay_rows(s: Any, steps: Any, kind: Any, cold: Any, k: int, p: int, future: Any) -> None:
+    """Serve the rows of `steps` [n, width] in order: k entries of a request, p of a prefetch; `cold` empties first.
+
+    `future` [n, width] are hints about the entries, or empty.
+    """
+    width = steps.shape[1]
+    entries = steps.reshape(-1)
+    for i in range(len(kind)):
+        if cold[i]:
+            clear(s)
+        if kind[i] != SKIP:
+            n = k if kind[i] == ASK else p
+            for j in range(n if len(future) else 0):
+                s[HINT, steps[i, j]] = future[i, j]
+            if n == 1 and kind[i] == ASK and s[SLOT, steps[i, 0]] >= 0:  # a short cut: nothing to pin or load
+                _hit(s, steps[i, 0])
+                used(s, steps[i, 0], False)
+            else:
+                _request(s, kind[i], entries, i * width, i * width + n)
+
+
+def _replay_requests(s: Any, entries: Any, bounds: Any, kind: Any, cold: Any, future: Any) -> None:
+    """Serve requests of any size in order: request i is entries[bounds[i]:bounds[i + 1]]."""
+    for i in range(len(kind)):
+        if cold[i]:
+            clear(s)
+        if kind[i] != SKIP:
+            for j in range(bounds[i], bounds[i + 1] if len(future) else bounds[i]):
+                s[HINT, entries[j]] = future[j]
+            _request(s, kind[i], entries, bounds[i], bounds[i + 1])
+
+
+def compile_for(policy: Policy) -> dict[str, Callable[..., Any]]:
+    """The loops with the functions of a policy in them. Numba keeps them on disk under the policy's own name."""
+    scope = {**globals(), "used": policy.used, "victim": policy.victim, "forget": policy.forget}
+    for template in (_load, _serve, _request, _replay_rows, _replay_requests):
+        name = template.__name__
+        function = FunctionType(template.__code__, scope, name)
+        function.__qualname__ = f"{name}_{policy.name}_{policy.source}"
+        function.__module__ = template.__module__
+        if name == "_serve":  # inlined, so that a replayed request costs no call
+            scope[name] = njit(function, inline="always")
+        else:
+            scope[name] = njit(function, cache=bool(policy.source))
+    return {name: scope[f"_{name}"] for name in ("request", "replay_rows", "replay_requests")}
