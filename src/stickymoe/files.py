@@ -5,8 +5,11 @@ A reader sees the old content or the new, never a part, and what was written sur
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_text(path: Path, text: str) -> None:
@@ -16,10 +19,17 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file in one step."""
+    with replacing(path) as f:
+        f.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into, which replaces `path` in one step when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as f:
-            f.write(content)
+            yield f
             f.flush()
             os.fsync(f.fileno())
         temporary.replace(path)

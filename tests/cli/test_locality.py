@@ -147,7 +147,7 @@ def test_convert_writes_a_folder_that_simulate_takes(capsys, tmp_path):
         (["simulate", "TRACE", "--share_block", "9"], r"share_block: got 9, expected at most the 2 layers"),
         (["simulate", "TRACE", "--prefetch", "previous", "--policy", "belady"], r"belady bounds policies"),
         (["simulate", "TRACE", "OTHER"], r"cannot be compared: experts 8 there, 4 here"),
-        (["simulate", "nowhere"], r"nowhere is no folder: expected a run's"),
+        (["simulate", "nowhere"], r"nowhere is not a folder: expected a run folder"),
         (["simulate", "TEXT"], r"is of no known trace format\. Known: .*bigmoeonedge, cacheable-by-design"),
         (["simulate"], r"TRACE"),
         (["plan", "TRACE", "--expert_bytes", "1MB"], r"--device"),

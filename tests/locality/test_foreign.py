@@ -77,28 +77,31 @@ def test_columns_are_read_by_name_and_unknown_weights_are_unknown(bigmoe):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (PREAMBLE, r"holds no routing, only a preamble"),
-        (PREAMBLE + ROWS[:-20], r"row 14 is cut off or damaged|got 1 experts for turn 1, step 9, layer 2, expected 2"),
+        (PREAMBLE, r"contains no routing, only a preamble"),
+        (PREAMBLE + ROWS[:-20], r"row 14 is cut off or damaged"),
         (
             PREAMBLE + ROWS.replace("0,0,0,1,1,5,0.25,0,4096,0\n", ""),
-            r"got 1 experts for turn 0, step 0, layer 1, expected 2",
+            r"got slots \[0\] for turn 0, step 0, layer 1, expected 2 \(0 … 1\)",
         ),
-        (PREAMBLE + ROWS.replace(",7,0.9", ",8,0.9"), r"got expert 8 at step 1, expected experts 0 … 7"),
-        (PREAMBLE + ROWS.replace("1,1,9,", "1,1,-1,"), r"at step -1, expected .* steps ≥ 0"),
+        (PREAMBLE + ROWS.replace(",7,0.9", ",8,0.9"), r"got expert 8 in row 5, expected experts 0 … 7"),
+        (PREAMBLE + ROWS.replace("1,1,9,", "1,1,-1,"), r"got step -1 in row 11, expected steps ≥ 0"),
         (PREAMBLE.replace("n_expert=8", "n_expert=x") + ROWS, r"got n_expert 'x' in the preamble"),
         (PREAMBLE.replace("n_expert_used=2", "") + ROWS, r"got n_expert_used '' in the preamble"),
-        (PREAMBLE.replace("expert_bytes=4096", "expert_bytes=big") + ROWS, r"expert_bytes is no number"),
-        (PREAMBLE.replace("expert_bytes=4096", "expert_bytes=-1") + ROWS, r"got expert_bytes -1 in the preamble"),
+        (
+            PREAMBLE.replace("expert_bytes=4096", "expert_bytes=big") + ROWS,
+            r"got expert_bytes 'big' in the preamble, expected an integer ≥ 0",
+        ),
+        (PREAMBLE.replace("expert_bytes=4096", "expert_bytes=-1") + ROWS, r"got expert_bytes '-1' in the preamble"),
         (PREAMBLE.replace("n_expert=8", "n_expert=²") + ROWS, r"got n_expert '²' in the preamble"),
         (
             PREAMBLE.replace("used=2", "used=9") + ROWS,
             r"got n_expert_used 9 in the preamble, expected at most n_expert=8",
         ),
-        (PREAMBLE + ROWS.replace("0,1,2,", "0,300,2,"), r"got phase 300 at step 2, expected 0 \(prefill\) or 1"),
+        (PREAMBLE + ROWS.replace("0,1,2,", "0,300,2,"), r"got phase 300 in row 7, expected 0 \(prefill\) or 1"),
         (PREAMBLE + ROWS + "x" * 200_000, r"is damaged: field larger than field limit"),
         (PREAMBLE.replace("slot,", "") + ROWS, r"column slot is missing"),
-        ("turn,phase\n1,2\n", r"is of no known trace format\. Known: .*bigmoeonedge, cacheable-by-design"),
-        ("", r"is of no known trace format"),
+        ("turn,phase\n1,2\n", r"has no known trace format\. Known: .*bigmoeonedge, cacheable-by-design"),
+        ("", r"has no known trace format"),
     ],
 )
 def test_a_damaged_or_foreign_text_is_refused(bigmoe, text, says):
@@ -124,7 +127,7 @@ def test_a_trace_of_cacheable_by_design(tmp_path):
     [
         (np.zeros((1, 3, 2), np.int16), {}, r"got num_experts None in meta"),
         (np.zeros((1, 3, 2), np.int16), [1], r"got num_experts None in meta"),
-        (np.zeros((3, 2), np.int16), {"num_experts": 4}, r"got experts int16 \(3, 2\), expected whole numbers"),
+        (np.zeros((3, 2), np.int16), {"num_experts": 4}, r"got experts int16 \(3, 2\), expected integers"),
         (np.zeros((1, 3, 2)), {"num_experts": 4}, r"got experts float64"),
         (np.full((1, 3, 2), 4, np.int16), {"num_experts": 4}, r"names expert 4, but there are 4 experts"),
         (np.full((1, 3, 2), -1, np.int16), {"num_experts": 4}, r"names expert -1"),
@@ -142,7 +145,7 @@ def test_a_truncated_npz_and_one_of_another_kind_are_refused(tmp_path):
     at = whole.index(b"experts.npy") + 40
     (tmp_path / "d.npz").write_bytes(whole[:at] + b"\xff" * 20 + whole[at + 20 :])
     for name in ("b.npz", "c.npz", "d.npz"):
-        with pytest.raises(StickyError, match=rf"^[^\n]*{name} is damaged or no routing-lab trace[^\n]*$"):
+        with pytest.raises(StickyError, match=rf"^[^\n]*{name} (\(experts\.npy\) )?is damaged: [^\n]*$"):
             read_foreign(tmp_path / name)
 
 

@@ -1,11 +1,11 @@
-"""Route tables on disk: a folder of `.npy` arrays and a JSON header, so that a table larger than memory maps.
+"""Route tables on disk: a folder of `.npy` arrays and a JSON header. Arrays are mapped, so they may exceed memory.
 
     header.json   {"format": "stickymoe-routes", "version": 1, "n_experts": 4, "arrays": {"S": [4, 945, 256, 2], …}}
-    S.npy         uint8 or uint16 [L, B, T, k], heaviest expert first
+    S.npy         uint8 or uint16 [L, B, T, k], experts in order of descending weight
     mask.npy      bool [B, T]
     doc.npy, weights.npy, phase.npy, tokens.npy   where known
 
-The header may also say `expert_bytes`. It is written last: a folder without one is incomplete.
+The header may contain `expert_bytes`. It is written last: a folder without a header is incomplete.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
+from stickymoe import files
 from stickymoe.errors import DataError
-from stickymoe.locality.table import RouteTable, index_dtype
+from stickymoe.locality.table import BLOCK, RouteTable, blocks, extremes, index_dtype, release
+from stickymoe.npy import map_npy
+from stickymoe.reading import read_json, shown
 
 FORMAT = "stickymoe-routes"
 VERSION = 1
-_ARRAYS = ("S", "mask", "doc", "weights", "phase", "tokens")
+_KINDS = {"S": "iu", "mask": "b", "doc": "iu", "weights": "f", "phase": "iu", "tokens": "iu"}
+_KIND_NAMES = {"iu": "integers", "b": "bool", "f": "floating-point numbers"}
+_ARRAYS = tuple(_KINDS)
 
 
 def save_table(table: RouteTable, folder: Path) -> None:
+    """Write a table; the folder may be the one that the table is mapped from."""
     arrays = {name: getattr(table, name) for name in _ARRAYS if getattr(table, name) is not None}
     shapes = {name: list(array.shape) for name, array in arrays.items()}
     with _writing(folder):
         for name, array in arrays.items():
-            fresh = folder / f".{name}.npy"  # the table may be mapped from the very file it replaces
-            np.save(fresh, array)
-            fresh.replace(folder / f"{name}.npy")
+            with files.replacing(folder / f"{name}.npy") as file:
+                np.save(file, array, allow_pickle=False)
         _write_header(folder, shapes, n_experts=table.n_experts, expert_bytes=table.expert_bytes)
 
 
@@ -42,7 +47,7 @@ def save_table(table: RouteTable, folder: Path) -> None:
 def create_table(
     folder: Path, shape: tuple[int, int, int, int], *, n_experts: int
 ) -> Iterator[tuple[Shaped[np.ndarray, "L B T k"], Shaped[np.ndarray, "B T"]]]:
-    """A new table's `S` and `mask`, mapped to be written; complete once the block is left."""
+    """Map `S` and `mask` of a new table for writing; the table is complete when the block ends."""
     with _writing(folder):
         S = np.lib.format.open_memmap(folder / "S.npy", mode="w+", dtype=index_dtype(n_experts), shape=shape)
         mask = np.lib.format.open_memmap(folder / "mask.npy", mode="w+", dtype=np.bool_, shape=shape[1:3])
@@ -54,7 +59,7 @@ def create_table(
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """A folder to write into: incomplete until it has a header again."""
+    """Write into a folder that has no header meanwhile, and so is incomplete."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "header.json").unlink(missing_ok=True)
@@ -67,7 +72,7 @@ def _write_header(folder: Path, shapes: dict[str, list[int]], *, n_experts: int,
     fields: dict[str, Any] = {"format": FORMAT, "version": VERSION, "n_experts": n_experts, "arrays": shapes}
     if expert_bytes is not None:
         fields["expert_bytes"] = expert_bytes
-    (folder / "header.json").write_text(json.dumps(fields, indent=1) + "\n")
+    files.write_text(folder / "header.json", json.dumps(fields, indent=1) + "\n")
 
 
 def open_trace(path: Path) -> RouteTable:
@@ -81,41 +86,67 @@ def open_trace(path: Path) -> RouteTable:
 
 
 def load_table(folder: Path) -> RouteTable:
-    """Map a saved table; its arrays are read as they are used."""
+    """Map a saved table, after checking every value once."""
     header = _read_header(folder)
     arrays = {name: _map(folder / f"{name}.npy", shape) for name, shape in header["arrays"].items()}
-    return RouteTable(n_experts=header["n_experts"], expert_bytes=header.get("expert_bytes"), **arrays)
+    if arrays["S"].ndim != 4:
+        raise DataError(f"{folder / 'S.npy'}: got shape {arrays['S'].shape}, expected [layers, sequences, tokens, k].")
+    for name, array in arrays.items():
+        expected = arrays["S"].shape if name in ("S", "weights") else arrays["S"].shape[1:3]
+        if array.shape != expected:
+            raise DataError(f"{folder / name}.npy: got shape {array.shape}, expected {expected} as in S.npy.")
+        _require_values(folder / f"{name}.npy", name, array)
+    return table_from(folder, n_experts=header["n_experts"], expert_bytes=header.get("expert_bytes"), **arrays)
+
+
+def table_from(source: Path, **fields: Any) -> RouteTable:
+    """A table of these fields; an error names the file or folder that they come from."""
+    try:
+        return RouteTable(**fields)
+    except DataError as e:
+        raise DataError(f"{source}: {e}") from e
 
 
 def _read_header(folder: Path) -> dict[str, Any]:
-    try:
-        header = json.loads((folder / "header.json").read_text())
-    except OSError as e:
-        if not folder.is_dir():
-            raise DataError(f"{folder} is no folder: expected a run's, or one with a route table.") from e
-        raise DataError(f"{folder} holds no route table: header.json cannot be read ({e.strerror}).") from e
-    except ValueError as e:
-        raise DataError(f"{folder / 'header.json'} is damaged: {e}.") from e
     path = folder / "header.json"
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder: expected a run folder or a folder with a route table.")
+    header = read_json(path, DataError)
     if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != VERSION:
         raise DataError(f"{path}: expected format '{FORMAT}' version {VERSION}.")
-    fields: dict[str, Any] = header
-    arrays, n_experts = fields.get("arrays"), fields.get("n_experts")
+    arrays = header.get("arrays")
     if not isinstance(arrays, dict) or not {"S", "mask"} <= set(arrays) <= set(_ARRAYS):
-        raise DataError(f"{path}: got arrays {arrays}, expected S, mask and perhaps {', '.join(_ARRAYS[2:])}.")
-    if type(n_experts) is not int or n_experts < 1:
-        raise DataError(f"{path}: got n_experts {n_experts!r}, expected a whole number ≥ 1.")
-    size = fields.get("expert_bytes", 1)
-    if type(size) is not int or size < 1:
-        raise DataError(f"{path}: got expert_bytes {size!r}, expected a whole number ≥ 1.")
-    return fields
+        raise DataError(
+            f"{path}: got arrays {shown(arrays)}, expected S, mask and optionally {', '.join(_ARRAYS[2:])}."
+        )
+    for key, value in (("n_experts", header.get("n_experts")), ("expert_bytes", header.get("expert_bytes", 1))):
+        if type(value) is not int or value < 1:
+            raise DataError(f"{path}: got {key} {shown(value)}, expected an integer ≥ 1.")
+    return header
 
 
-def _map(path: Path, shape: list[int]) -> Shaped[np.ndarray, ...]:
-    try:
-        array: Shaped[np.ndarray, ...] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as e:
-        raise DataError(f"{path} is missing or damaged: {e}.") from e
+def _map(path: Path, shape: Any) -> Shaped[np.ndarray, ...]:
+    array = map_npy(path, DataError)
     if list(array.shape) != shape:
-        raise DataError(f"{path}: got shape {list(array.shape)}, but the header says {shape}.")
+        raise DataError(f"{path}: got shape {list(array.shape)}, but header.json says {shown(shape)}.")
     return array
+
+
+def _require_values(path: Path, name: str, array: Shaped[np.ndarray, ...]) -> None:
+    """Check the type, and what a `RouteTable` takes for granted: a bool or phase is 0 or 1, and weights are finite."""
+    if array.dtype.kind not in _KINDS[name]:
+        raise DataError(f"{path}: got {array.dtype}, expected {_KIND_NAMES[_KINDS[name]]}.")
+    if name == "weights" and not _all_finite(array):
+        raise DataError(f"{path}: got infinite or NaN weights, expected finite numbers.")
+    if name in ("mask", "phase") and array.size:
+        lowest, highest = extremes(array.view(np.uint8) if name == "mask" else array)
+        if lowest < 0 or highest > 1:
+            raise DataError(f"{path}: got values {lowest} … {highest}, expected 0 and 1.")
+
+
+def _all_finite(array: Shaped[np.ndarray, ...]) -> bool:
+    flat, ok = array.reshape(-1), True
+    for block in blocks(len(flat), BLOCK):
+        ok = ok and bool(np.isfinite(flat[block]).all())
+        release(array)
+    return ok

@@ -1,0 +1,235 @@
+"""Readers survive damaged files: a valid result or one clear line, never another exception, a warning or a long wait.
+
+Each reader gets the same seeded damages in every run. `FUZZ_ROUNDS=5000 pytest tests/test_damaged_files.py` tries more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fuzz
+from stickymoe.errors import DataError, StickyError
+from stickymoe.locality.foreign import read_foreign
+from stickymoe.locality.formats import load_table, save_table
+from stickymoe.locality.table import RouteTable
+
+ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "300"))
+
+
+def refusal(read: Callable[[Path], object], path: Path, *, peak: int = 1 << 24) -> str:
+    """The one line with which a file is refused, before much memory is allocated."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(StickyError) as caught:
+            read(path)
+        assert tracemalloc.get_traced_memory()[1] < peak
+    finally:
+        tracemalloc.stop()
+    fuzz.require_one_line(str(caught.value), path.name)
+    return str(caught.value)
+
+
+def use(table: RouteTable) -> None:
+    """What a valid table allows: its values are in range and can be computed with."""
+    assert table.S.size == 0 or 0 <= int(table.S.min()) <= int(table.S.max()) < table.n_experts
+    assert table.mask.tobytes().strip(b"\0\1") == b""
+    assert table.pairs.sum() <= table.mask.size
+    assert table.weights is None or np.isfinite(table.weights).all()
+    assert table.phase is None or set(np.unique(table.phase)) <= {0, 1}
+
+
+# Trace folders
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A trace folder with every array."""
+    rng = np.random.default_rng(0)
+    shape = (2, 3, 8, 2)
+    table = RouteTable(
+        S=rng.integers(0, 300, shape, dtype=np.uint16),
+        n_experts=300,
+        mask=np.ones((3, 8), np.bool_),
+        doc=rng.integers(0, 2, (3, 8)),
+        weights=rng.random(shape, dtype=np.float32),
+        phase=rng.integers(0, 2, (3, 8), dtype=np.uint8),
+        tokens=rng.integers(0, 50_000, (3, 8), dtype=np.int32),
+        expert_bytes=4096,
+    )
+    save_table(table, tmp_path / "trace")
+    return tmp_path / "trace"
+
+
+def test_trace_folders(trace: Path) -> None:
+    refused = fuzz.survive(lambda folder: use(load_table(folder)), fuzz.snapshot(trace), trace, range(ROUNDS))
+    assert 0.5 * ROUNDS < refused < ROUNDS
+
+
+NO_HEADER = "it does not start with the header of an .npy array"
+
+
+def edit(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (b"'fortran_order'", b"'fortran_order ", NO_HEADER),  # tokenize.TokenError
+        (b"(2, 3, 8, 2)", b"(2, 3, 8, 2L", NO_HEADER),
+        (b"(2, 3, 8, 2)", b"(2L,3, 8, 2)", None),  # NumPy warns, and reads it
+        (b"(2, 3, 8, 2), }         ", b"(1000000000000, 1, 1, 2)}", "its header describes 4,000,000,000,1"),
+        (b"(2, 3, 8, 2)", b"(2, 3,-8, 2)", "got the shape (2, 3, -8, 2), expected sizes ≥ 0"),
+        (
+            b"(2, 3, 8, 2), }" + b" " * 36,
+            b"(0, " + b"9" * 40 + b", 2), }",
+            "its header describes an array of impossible shape",
+        ),
+        (b"<u2", b"|O8", "got the dtype object, expected numbers, bool or text"),
+        (b"<u2", b">u2", "got the dtype >u2, expected the byte order of this machine"),
+        (b"<u2", b"<M8", "got the dtype datetime64, expected numbers, bool or text"),
+        (b"\x93NUMPY\x01", b"\x93NUMPY\x03", NO_HEADER),
+        (b"\x93NUMPY\x01\x00v\x00", b"\x93NUMPY\x02\x00\xff\xff", NO_HEADER),
+    ],
+)
+def test_a_damaged_npy_header(trace: Path, old: bytes, new: bytes, says: str | None) -> None:
+    edit(trace / "S.npy", old, new)
+    if says is None:
+        use(load_table(trace))
+    else:
+        assert f"S.npy is damaged: {says}" in refusal(load_table, trace)
+
+
+def test_values_that_no_table_has(trace: Path) -> None:
+    content = (trace / "mask.npy").read_bytes()
+    (trace / "mask.npy").write_bytes(content[:-1] + b"\x40")
+    assert "mask.npy: got values 1 … 64, expected 0 and 1." in refusal(load_table, trace)
+    (trace / "mask.npy").write_bytes(content)
+    content = (trace / "weights.npy").read_bytes()
+    (trace / "weights.npy").write_bytes(content[:-4] + np.float32("nan").tobytes())
+    assert "weights.npy: got infinite or NaN weights" in refusal(load_table, trace)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 100_000, "is damaged: it is nested too deeply"),
+        ('{"a": ' * 40 + "1" + "}" * 40, "is damaged: it is nested too deeply"),
+        ("9" * 5000, "is damaged: Exceeds the limit"),
+        ("9" * 400, "is damaged: got an integer of 1329 bits, expected at most 64"),
+        ("NaN", "is damaged: got the number nan, expected a finite one"),
+        ("[1e999]", "is damaged: got the number inf, expected a finite one"),
+        (r'"\ud800"', "is damaged: got '\\ud800', which is half of a character"),
+        ("[]", "expected format 'stickymoe-routes' version 1"),
+    ],
+)
+def test_a_damaged_json_header(trace: Path, text: str, says: str) -> None:
+    (trace / "header.json").write_text(text)
+    assert says in refusal(load_table, trace)
+
+
+# Traces of other tools
+
+
+CSV = """\
+# route_trace v1
+# model=/models/a.gguf arch=qwen3moe n_layer=3 n_expert=8 n_expert_used=2
+# layer=1 expert_bytes=4096 dense_bytes=10
+turn,phase,step,layer,slot,expert,weight,residency,expert_bytes,dropped
+""" + "".join(
+    f"{turn},{step // 2},{step},{layer},{slot},{(3 * step + layer + 4 * slot) % 8},{0.7 - 0.4 * slot:.2f},0,4096,0\n"
+    for turn in range(2)
+    for step in range(4)
+    for layer in (1, 2)
+    for slot in range(2)
+)
+
+
+def write_npz(path: Path, experts: Any, meta: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, experts=experts, meta=meta)
+    return path
+
+
+def test_csv(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "trace.csv").write_text(CSV)
+
+    def read(folder: Path) -> None:
+        use(read_foreign(folder / "trace.csv"))
+        use(read_foreign(folder / "trace.csv", "bigmoeonedge"))
+
+    refused = fuzz.survive(read, fuzz.snapshot(tmp_path / "in"), tmp_path / "out", range(ROUNDS))
+    assert 0.5 * ROUNDS < refused < ROUNDS
+
+
+def test_npz(tmp_path: Path) -> None:
+    experts = np.random.default_rng(0).integers(0, 4, (2, 30, 2)).astype(np.int16)
+    write_npz(tmp_path / "in" / "trace.npz", experts, json.dumps({"num_experts": 4, "top_k": 2}))
+
+    def read(folder: Path) -> None:
+        use(read_foreign(folder / "trace.npz", "cacheable-by-design"))
+
+    refused = fuzz.survive(read, fuzz.snapshot(tmp_path / "in"), tmp_path / "out", range(ROUNDS))
+    assert 0.5 * ROUNDS < refused < ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (",0.70,", ",1e39,", "row 1 is cut off or damaged (got the weight '1e39', expected a 32-bit number)"),
+        (",0.70,", ",-inf,", "row 1 is cut off or damaged (got the weight '-inf', expected a 32-bit number)"),
+        ("\n0,0,", "\n" + "9" * 400 + ",0,", "row 1 is cut off or damaged (got '99"),
+        ("\n0,0,", "\n" + "9" * 5000 + ",0,", "row 1 is cut off or damaged (Exceeds the limit"),
+        ("expert_bytes=4096", "expert_bytes=" + "9" * 400, "got expert_bytes '99"),
+        ("n_expert=8", "n_expert=999999999", "n_experts: got 999999999, expected 1 … 65536"),
+        ("\n0,0,0,1,0,", "\n0,1,0,1,0,", "one token has rows of both phases"),
+        ("\n0,0,0,1,1,", "\n0,0,0,1,0,", "got slots [0, 0] for turn 0, step 0, layer 1, expected 2 (0 … 1)"),
+    ],
+)
+def test_a_damaged_number_in_a_csv(tmp_path: Path, old: str, new: str, says: str) -> None:
+    (tmp_path / "trace.csv").write_text(CSV.replace(old, new, 1))
+    assert says in refusal(read_foreign, tmp_path / "trace.csv")
+
+
+def test_a_csv_whose_table_would_not_fit_in_memory(tmp_path: Path) -> None:
+    """A few kilobytes, in which every row has its own layer or its own step or its own turn."""
+    rows = [(0, 0, n) for n in range(400)] + [(0, n, 0) for n in range(400)] + [(n, 0, 0) for n in range(400)]
+    lines = [f"{turn},0,{step},{layer},0,1,0.5" for turn, step, layer in sorted(set(rows))]
+    head = "# route_trace v1\n# n_expert=8 n_expert_used=1\nturn,phase,step,layer,slot,expert,weight\n"
+    (tmp_path / "trace.csv").write_text(head + "\n".join(lines) + "\n")
+    assert "got 1,198 rows for 400 layers, 400 turns and 400 steps" in refusal(read_foreign, tmp_path / "trace.csv")
+
+
+def test_an_npz_that_claims_more_than_it_holds(tmp_path: Path) -> None:
+    head = np.lib.format
+    path = tmp_path / "claims.npz"
+    write_npz(path, np.zeros((1, 3, 2), np.int16), '{"num_experts": 4}')
+    with zipfile.ZipFile(path) as archive:
+        meta = archive.read("meta.npy")
+    with (tmp_path / "experts.npy").open("wb") as file:
+        head.write_array_header_1_0(file, {"descr": "<i2", "fortran_order": False, "shape": (1, 10**12, 2)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(tmp_path / "experts.npy", "experts.npy")
+        archive.writestr("meta.npy", meta)
+    assert "its header describes 4,000,000,000,128 bytes, but there are 128" in refusal(read_foreign, path)
+
+
+def test_an_npz_with_another_compression_or_other_arrays(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("experts.npy", b"0" * 100)
+    assert "expected stored or deflated" in refusal(read_foreign, tmp_path / "a.npz")
+    np.savez(tmp_path / "b.npz", other=np.zeros(3))
+    with pytest.raises(DataError, match=r"b\.npz is damaged: it has no experts\.npy\.$"):
+        read_foreign(tmp_path / "b.npz")
