@@ -48,7 +48,9 @@ def _add_access(parser: argparse.ArgumentParser, *, order: str) -> None:
     )
 
 
-def _access(args: argparse.Namespace, traces: Sequence[Trace], *, top1: bool = False, prefetch: str | None = None) -> Access:
+def _access(
+    args: argparse.Namespace, traces: Sequence[Trace], *, top1: bool = False, prefetch: str | None = None
+) -> Access:
     from stickymoe.locality.formats import open_trace
     from stickymoe.locality.streams import Access
     from stickymoe.runs.traces import parse_sharing
@@ -97,7 +99,7 @@ def simulate_command(argv: list[str]) -> None:
             allocated=args.allocated,
         )
         entry = {"trace": trace.label, "path": str(trace.path)} | found.as_dict()
-        lines = [trace.description, report.misses_table(found)]
+        lines: list[str | Table | None] = [trace.description, report.misses_table(found)]
         if args.figures:
             measured = measure(trace.table)
             entry["figures"] = {name: [finite(v) for v in layers] for name, layers in measured.per_layer.items()}
@@ -120,7 +122,10 @@ def plan_command(argv: list[str]) -> None:
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="run folder, its routes, or a trace")
     parser.add_argument(
-        "--device", required=True, metavar="NAME", help="a shipped profile (see stickymoe device --list), or a YAML file"
+        "--device",
+        required=True,
+        metavar="NAME",
+        help="a shipped profile (see stickymoe device --list), or a YAML file",
     )
     parser.add_argument("--memory", metavar="BYTES", help="budget, such as 512MB (default the device's fast memory)")
     parser.add_argument("--tokens_per_s", type=float, metavar="X", help="the speed that is needed")
@@ -187,7 +192,9 @@ def device_command(argv: list[str]) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="a shipped profile or YAML file to show")
     parser.add_argument("--list", action="store_true", help="list the shipped profiles")
     parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="disk to load from (default here)")
-    parser.add_argument("--megabytes", type=int, default=256, metavar="N", help="megabytes to read and to compute with (default 256)")
+    parser.add_argument(
+        "--megabytes", type=int, default=256, metavar="N", help="megabytes to read and to compute with (default 256)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile here")
     args = parser.parse_args(argv)
 

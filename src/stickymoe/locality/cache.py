@@ -141,7 +141,7 @@ class Cache:
             for e in experts:
                 s[p.HINT, e] = self._next_use(e)
         entries = np.array(experts, np.int64)
-        self.policy.request(s, kind, entries, 0, len(entries))
+        self.policy.loops.request(s, kind, entries, 0, len(entries))
         n = int(s[p.VAR, p.LOADS])
         loads = tuple(
             Load(expert, slot, None if evicted < 0 else evicted)

@@ -18,11 +18,7 @@ from stickymoe.locality.table import RouteTable
 
 def documents(table: RouteTable) -> Int64[np.ndarray, "B T"]:
     """Numbers that change where a sequence or a document begins, and nowhere else."""
-    starts = np.zeros(table.mask.shape, np.bool_)
-    starts[:, :1] = True
-    if table.doc is not None:
-        starts[:, 1:] = table.doc[:, 1:] != table.doc[:, :-1]
-    return np.asarray(starts.reshape(-1).cumsum().reshape(starts.shape))
+    return np.asarray(table.starts.reshape(-1).cumsum().reshape(table.starts.shape))
 
 
 def reuse_by_lag(table: RouteTable, lags: Sequence[int] = (1, 2, 4, 8, 16)) -> Float[np.ndarray, "L lags"]:

@@ -5,14 +5,15 @@
     mask.npy      bool [B, T]
     doc.npy, weights.npy, phase.npy, tokens.npy   where known
 
-The header may contain `expert_bytes`. It is written last: a folder without a header is incomplete.
+The header may contain `expert_bytes` (one number per layer), `other_bytes` and `share_block`, see `RouteTable`. It is
+written last: a folder without a header is incomplete.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxtyping import Shaped
 
 from stickymoe import files
 from stickymoe.errors import DataError
-from stickymoe.locality.table import BLOCK, RouteTable, blocks, extremes, index_dtype, release
+from stickymoe.locality.table import BLOCK, RouteTable, blocks, extremes, release
 from stickymoe.npy import map_npy
 from stickymoe.reading import read_json, shown
 
@@ -35,26 +36,32 @@ _ARRAYS = tuple(_KINDS)
 def save_table(table: RouteTable, folder: Path) -> None:
     """Write a table; the folder may be the one that the table is mapped from."""
     arrays = {name: getattr(table, name) for name in _ARRAYS if getattr(table, name) is not None}
-    shapes = {name: list(array.shape) for name, array in arrays.items()}
+    shapes = {name: array.shape for name, array in arrays.items()}
     with _writing(folder):
         for name, array in arrays.items():
             with files.replacing(folder / f"{name}.npy") as file:
                 np.save(file, array, allow_pickle=False)
-        _write_header(folder, shapes, n_experts=table.n_experts, expert_bytes=table.expert_bytes)
+        _write_header(folder, shapes, table.n_experts, _sizes_of(table))
 
 
 @contextlib.contextmanager
 def create_table(
-    folder: Path, shape: tuple[int, int, int, int], *, n_experts: int
-) -> Iterator[tuple[Shaped[np.ndarray, "L B T k"], Shaped[np.ndarray, "B T"]]]:
-    """Map `S` and `mask` of a new table for writing; the table is complete when the block ends."""
+    folder: Path, arrays: Mapping[str, tuple[tuple[int, ...], Any]], *, n_experts: int, **sizes: Any
+) -> Iterator[dict[str, Shaped[np.ndarray, ...]]]:
+    """Map the arrays of a new table for writing, by name: shape and type. The table is complete when the block ends."""
     with _writing(folder):
-        S = np.lib.format.open_memmap(folder / "S.npy", mode="w+", dtype=index_dtype(n_experts), shape=shape)
-        mask = np.lib.format.open_memmap(folder / "mask.npy", mode="w+", dtype=np.bool_, shape=shape[1:3])
-        yield S, mask
-        S.flush()
-        mask.flush()
-        _write_header(folder, {"S": list(shape), "mask": list(shape[1:3])}, n_experts=n_experts, expert_bytes=None)
+        mapped: dict[str, Shaped[np.ndarray, ...]] = {
+            name: np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=shape)
+            for name, (shape, dtype) in arrays.items()
+        }
+        yield mapped
+        for array in mapped.values():
+            array.flush()  # type: ignore[attr-defined]
+        _write_header(folder, {name: shape for name, (shape, _) in arrays.items()}, n_experts, sizes)
+
+
+def _sizes_of(table: RouteTable) -> dict[str, Any]:
+    return {"expert_bytes": table.expert_bytes, "other_bytes": table.other_bytes, "share_block": table.share_block}
 
 
 @contextlib.contextmanager
@@ -68,10 +75,9 @@ def _writing(folder: Path) -> Iterator[None]:
         raise DataError(f"{folder} cannot be written ({e.strerror or e}).") from e
 
 
-def _write_header(folder: Path, shapes: dict[str, list[int]], *, n_experts: int, expert_bytes: int | None) -> None:
+def _write_header(folder: Path, shapes: Mapping[str, Sequence[int]], n_experts: int, sizes: Mapping[str, Any]) -> None:
     fields: dict[str, Any] = {"format": FORMAT, "version": VERSION, "n_experts": n_experts, "arrays": shapes}
-    if expert_bytes is not None:
-        fields["expert_bytes"] = expert_bytes
+    fields |= {name: value for name, value in sizes.items() if value is not None}
     files.write_text(folder / "header.json", json.dumps(fields, indent=1) + "\n")
 
 
@@ -96,7 +102,17 @@ def load_table(folder: Path) -> RouteTable:
         if array.shape != expected:
             raise DataError(f"{folder / name}.npy: got shape {array.shape}, expected {expected} as in S.npy.")
         _require_values(folder / f"{name}.npy", name, array)
-    return table_from(folder, n_experts=header["n_experts"], expert_bytes=header.get("expert_bytes"), **arrays)
+    sizes = header.get("expert_bytes")
+    if sizes is not None:  # one number for all layers is the form of version 0.1
+        sizes = tuple(sizes) if isinstance(sizes, list) else (sizes,) * arrays["S"].shape[0]
+    return table_from(
+        folder,
+        n_experts=header["n_experts"],
+        expert_bytes=sizes,
+        other_bytes=header.get("other_bytes"),
+        share_block=header.get("share_block", 1),
+        **arrays,
+    )
 
 
 def table_from(source: Path, **fields: Any) -> RouteTable:
@@ -119,9 +135,12 @@ def _read_header(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path}: got arrays {shown(arrays)}, expected S, mask and optionally {', '.join(_ARRAYS[2:])}."
         )
-    for key, value in (("n_experts", header.get("n_experts")), ("expert_bytes", header.get("expert_bytes", 1))):
-        if type(value) is not int or value < 1:
-            raise DataError(f"{path}: got {key} {shown(value)}, expected an integer ≥ 1.")
+    sizes = header.get("expert_bytes", 1)
+    numbers = [("n_experts", header.get("n_experts"), 1), ("share_block", header.get("share_block", 1), 1)]
+    numbers += [("expert_bytes", size, 1) for size in (sizes if isinstance(sizes, list) else [sizes])]
+    for key, value, least in [*numbers, ("other_bytes", header.get("other_bytes", 0), 0)]:
+        if type(value) is not int or value < least:
+            raise DataError(f"{path}: got {key} {shown(value)}, expected an integer ≥ {least}.")
     return header
 
 

@@ -30,15 +30,11 @@ def group_switch_rate_by_layer(table: RouteTable, groups: int) -> Float[np.ndarr
 def group_misses_by_layer(table: RouteTable, groups: int, capacity: int) -> Float[np.ndarray, " L"]:
     """Groups loaded per real token by an LRU cache of `capacity` groups, per sequence and document, cold."""
     group = group_of(table.n_experts, groups)[table.S]
-    cold = np.zeros(table.mask.shape, np.bool_)
-    cold[:, 0] = True
-    if table.doc is not None:
-        cold[:, 1:] = table.doc[:, 1:] != table.doc[:, :-1]
     misses = np.zeros(table.n_layers)
     for layer, b in np.ndindex(group.shape[:2]):
         cache = Cache(capacity=capacity)
         for t in range(group.shape[2]):
-            if cold[b, t]:
+            if table.starts[b, t]:
                 cache = Cache(capacity=capacity)
             if table.mask[b, t]:
                 misses[layer] += len(cache.request(list(dict.fromkeys(group[layer, b, t].tolist()))).loads)

@@ -34,7 +34,7 @@ def write_requests(
     kind: Any,
     cold: Any,
 ) -> int:
-    """Write what the forward passes `begin` … `end` ask for; returns the number of requests, −1 if one repeats an entry.
+    """Write what the forward passes `begin` … `end` ask for; returns the number of requests, −1 if one repeats.
 
     Passes go through the layers one by one, or text by text through one layer after another (`layer_by_layer`).
     """

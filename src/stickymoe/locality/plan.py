@@ -1,6 +1,6 @@
 """`plan`: what every cache costs on a device, and the smallest one that does what is asked.
 
-    τ = τ_compute + Σ loads · τ_load per token: the paper's step latency with misses counted, since k > 1.
+τ = τ_compute + Σ loads · τ_load per token: the paper's step latency with misses counted, since k > 1.
 """
 
 from __future__ import annotations

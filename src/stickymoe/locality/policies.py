@@ -27,14 +27,18 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from jaxtyping import Int64
 from numba import njit
 
 from stickymoe.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from stickymoe.locality.serving import Loops
 
 NEVER = np.iinfo(np.int64).max  # a next use that never comes, and the score of a slot that must stay
 SIZE, HITS, PREFETCHED, USEFUL, HAND, AGE, CLOCK = range(7)  # what `State.var` holds
@@ -123,7 +127,7 @@ def lowest(s: Any, by_stamp: bool) -> int:
 
 @dataclass(frozen=True)
 class Policy:
-    """A registered policy. `request`, `replay_rows` and `replay_requests` are the loops of `serving`, compiled for it.
+    """A registered policy, its functions compiled.
 
     `stack` says that a larger cache always holds what a smaller one holds, so that one pass gives a whole curve.
     """
@@ -136,21 +140,18 @@ class Policy:
     victim: Callable[..., int]
     forget: Callable[..., None]
     source: str
-    _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def online(self) -> bool:
         """Whether a device can run it: an offline policy knows the trace, and is a bound."""
         return self.knows is None
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in ("request", "replay_rows", "replay_requests"):
-            raise AttributeError(name)
-        if name not in self._compiled:
-            from stickymoe.locality.serving import compile_for
+    @cached_property
+    def loops(self) -> Loops:
+        """How this policy serves requests, compiled on first use."""
+        from stickymoe.locality.serving import compile_for
 
-            self._compiled.update(compile_for(self))
-        return self._compiled[name]
+        return compile_for(self)
 
 
 _POLICIES: dict[str, Policy] = {}
@@ -279,7 +280,7 @@ class Sieve:
                 s[MARK, e] = False
             e = s[NEWER, e] if s[NEWER, e] != end else s[NEWER, end]
         s[VAR, HAND] = e
-        return e
+        return e  # type: ignore[no-any-return]
 
     def forget(s: Any, e: int) -> None:  # noqa: N805
         if s[VAR, HAND] == e:

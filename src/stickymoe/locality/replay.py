@@ -15,8 +15,9 @@ from stickymoe.locality import policies as p
 from stickymoe.locality.cache import require_slots
 from stickymoe.locality.policies import Policy, find_policy
 from stickymoe.locality.serving import ASK
-from stickymoe.locality.streams import Access, Rows, Stream, streams
+from stickymoe.locality.streams import Access, Rows, Stream, join, streams
 from stickymoe.locality.table import RouteTable, extremes
+
 
 @dataclass(frozen=True)
 class CacheStats:
@@ -109,7 +110,7 @@ def replay_stream(stream: Stream, *, policy: str, capacity: SupportsIndex) -> Ca
         state[p.HINT, : stream.n_entries] = _rank(stream)
     if stream.passes is None:
         for rows, future in _rows_with_future(stream, found):
-            found.replay_rows(state, *rows, stream.k, stream.prefetch_size, future)
+            found.loops.replay_rows(state, *rows, stream.k, stream.prefetch_size, future)
     else:
         _replay_requests(stream, found, state)
     hits, prefetched, useful = (int(state[p.VAR, i]) for i in (p.HITS, p.PREFETCHED, p.USEFUL))
@@ -124,12 +125,14 @@ def replay_stream(stream: Stream, *, policy: str, capacity: SupportsIndex) -> Ca
 
 
 def _replay_requests(stream: Stream, policy: Policy, state: p.State) -> None:
-    """Replay requests of any size. An offline policy looks ahead within a block, which ends where a text ends."""
-    for block in stream.requests():
-        future = np.empty(0, np.int64)
-        if policy.knows == "next_use":
-            future = kernels.next_uses_of_requests(block.entries, block.bounds, block.kind, stream.n_entries)
-        policy.replay_requests(state, *block, future)
+    """Replay requests of any size; for Belady in one piece."""
+    if policy.knows != "next_use":
+        for block in stream.requests():
+            policy.loops.replay_requests(state, *block, np.empty(0, np.int64))
+        return
+    whole = join(stream.requests())
+    future = kernels.next_uses_of_requests(whole.entries, whole.bounds, whole.kind, stream.n_entries)
+    policy.loops.replay_requests(state, *whole, future)
 
 
 def _rank(stream: Stream) -> Int64[np.ndarray, " entries"]:

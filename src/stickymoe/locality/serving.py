@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numba import njit
 
@@ -169,7 +169,15 @@ def _replay_requests(s: Any, entries: Any, bounds: Any, kind: Any, cold: Any, fu
             _request(s, kind[i], entries, bounds[i], bounds[i + 1])
 
 
-def compile_for(policy: Policy) -> dict[str, Callable[..., Any]]:
+class Loops(NamedTuple):
+    """The loops of this module, compiled for one policy."""
+
+    request: Callable[..., None]
+    replay_rows: Callable[..., None]
+    replay_requests: Callable[..., None]
+
+
+def compile_for(policy: Policy) -> Loops:
     """The loops with the functions of a policy in them. Numba keeps them on disk under the policy's own name."""
     scope = {**globals(), "used": policy.used, "victim": policy.victim, "forget": policy.forget}
     for template in (_load, _serve, _request, _replay_rows, _replay_requests):
@@ -181,4 +189,4 @@ def compile_for(policy: Policy) -> dict[str, Callable[..., Any]]:
             scope[name] = njit(function, inline="always")
         else:
             scope[name] = njit(function, cache=bool(policy.source))
-    return {name: scope[f"_{name}"] for name in ("request", "replay_rows", "replay_requests")}
+    return Loops(scope["_request"], scope["_replay_rows"], scope["_replay_requests"])

@@ -9,7 +9,7 @@ Streams are read in blocks, whatever their length. L layers, B sequences, T toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -39,6 +39,19 @@ class Requests(NamedTuple):
     bounds: Int64[np.ndarray, " borders"]
     kind: UInt[np.ndarray, " n"]
     cold: Bool[np.ndarray, " n"]
+
+
+def join(parts: Iterable[Requests]) -> Requests:
+    """Several blocks of requests as one."""
+    entries, bounds, kind, cold = zip(*parts, strict=True)
+    ends = np.cumsum([0, *(len(part) for part in entries)])
+    shifted = [part[:-1] + end for part, end in zip(bounds, ends, strict=False)]
+    return Requests(
+        np.concatenate(entries),
+        np.append(np.concatenate(shifted), ends[-1]),
+        np.concatenate(kind),
+        np.concatenate(cold),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`study`: a trace replayed for several policies and capacities, and the verdict: is it the policy or the working set?"""
+"""`study`: a trace replayed for several policies and capacities. Is the policy or the working set the problem?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synthetic traces for planning and benchmarks, of any size, as sticky and skewed as asked."""
+"""Synthetic traces for planning and benchmarks, of any size, stickiness and skew."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 from stickymoe.errors import require
 from stickymoe.locality.formats import create_table
-from stickymoe.locality.table import BLOCK, blocks, release
+from stickymoe.locality.table import BLOCK, blocks, index_dtype, release
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """What a synthetic trace is like.
+    """The properties of a synthetic trace.
 
-    stickiness: the chance that a slot is not drawn anew from one token to the next. A new draw may bring the same
-        expert back, so experts stay a little more often
-    skew: popularity falls with rank as rank^−skew; 0 is uniform. Which expert has which rank differs between layers
+    stickiness: the probability that an expert is kept from one token to the next. A new draw may give the same expert,
+        so experts stay a little more often
+    skew: popularity falls with rank as rank^−skew; 0 is uniform. Each layer has its own ranks
     """
 
     n_experts: int = 64
@@ -42,13 +42,15 @@ class Synthetic:
 
 def make_trace(folder: Path, kind: Synthetic) -> None:
     """Write a synthetic trace folder, a block at a time."""
-    from stickymoe.locality.kernels import draw_sets, seed  # numba: not for asking what there is
+    from stickymoe.locality.kernels import draw_sets, seed  # numba is slow to import
 
     rng = np.random.default_rng(kind.seed)
     popularity = np.arange(1, kind.n_experts + 1, dtype=np.float64) ** -kind.skew
     chances = np.cumsum(popularity / popularity.sum())
     shape = (kind.n_layers, kind.sequences, kind.length, kind.top_k)
-    with create_table(folder, shape, n_experts=kind.n_experts) as (S, mask):
+    arrays = {"S": (shape, index_dtype(kind.n_experts)), "mask": (shape[1:3], np.bool_)}
+    with create_table(folder, arrays, n_experts=kind.n_experts) as written:
+        S, mask = written["S"], written["mask"]
         seed(kind.seed)
         for layer in range(kind.n_layers):
             ranked = rng.permutation(kind.n_experts)

@@ -90,7 +90,9 @@ def loads_note(trace: Trace, plan: Plan) -> str:
     """The cost of a load and of a token, and how many loads per token and layer the wanted speed allows."""
     size = max(plan.sizes.experts)
     load = plan.device.load_ms(size)
-    note = f"an expert has {bytes_text(size)} and loads in {load:.3g} ms; computing a token takes {plan.compute_ms:.3g} ms"
+    note = (
+        f"an expert has {bytes_text(size)} and loads in {load:.3g} ms; computing a token takes {plan.compute_ms:.3g} ms"
+    )
     if plan.budget.tokens_per_s is None:
         return note
     left = 1000 / plan.budget.tokens_per_s - plan.compute_ms

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
@@ -145,7 +146,7 @@ class RoutingTrace:
             S=self.S.cpu().numpy().astype(index_dtype(n_experts)),
             n_experts=n_experts,
             mask=self.mask.cpu().numpy(),
-            doc=None if self.doc is None else self.doc.cpu().numpy(),
+            doc=None if self.doc is None else self.doc.cpu().numpy().astype(np.int32),
             weights=self.w.detach().float().cpu().numpy(),
         )
 

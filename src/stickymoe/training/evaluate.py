@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Integer
 
-from stickymoe.data.batches import NO_TARGET, eval_batches, n_eval_chunks
+from stickymoe.data.batches import NO_TARGET, eval_batches
 from stickymoe.data.tokens import TokenSplit
 from stickymoe.errors import DataError
-from stickymoe.locality import coherence, figures
-from stickymoe.locality import metrics as m
-from stickymoe.locality.replay import simulate
-from stickymoe.locality.streams import Access
-from stickymoe.locality.table import RouteTable, index_dtype
+from stickymoe.locality import coherence
+from stickymoe.locality.measure import measure
+from stickymoe.locality.recorder import Recorder
+from stickymoe.locality.table import RouteTable
 from stickymoe.models.gpt import GPT
 from stickymoe.routing.losses import LossContext, objective
 from stickymoe.routing.terms import Term
-from stickymoe.routing.trace import RoutingTrace
 from stickymoe.runs.config import RunConfig
 
 
@@ -54,15 +52,13 @@ def evaluate(
     The terms are those of the variant's last phase unless given; one is the mean of its values on the batches, by
     their tokens.
     """
-    T, k = config.model.seq_len, config.model.top_k
+    T = config.model.seq_len
     device = model.token_embedding.weight.device
-    n_chunks = n_eval_chunks(split, T)
     nats, n_targets, n_bytes = 0.0, 0, 0
-    recorder: _Recorder | None = None
+    recorder, entropy = Recorder(), np.zeros(config.model.n_layers)
     terms = config.variant.phases()[-1].terms if terms is None else terms
     losses = dict.fromkeys((term.symbol for term in terms), 0.0)
     context = LossContext(share_block=config.model.layers_per_pool)
-    row = 0
     with _evaluation_mode(model):
         for batch in eval_batches(split, seq_len=T, batch_size=config.eval.batch_size, documents=config.data.documents):
             counted = batch.targets != NO_TARGET
@@ -73,13 +69,10 @@ def evaluate(
             n_targets += n
             n_bytes += int(token_bytes[batch.targets[counted].numpy()].sum())
             if out.trace is not None:
-                if recorder is None:
-                    N = config.model.pool_size
-                    recorder = _Recorder((out.trace.g.shape[0], n_chunks, T, k), N, batch.doc is not None)
-                recorder.add(row, batch.tokens, out.trace)
+                recorder.add(replace(out.trace.table(), weights=None, tokens=batch.tokens.numpy().astype(np.int32)))
+                entropy += (out.trace.gate_entropy_by_layer().double() * out.trace.mask.sum()).cpu().numpy()
                 for symbol, value in objective(out.trace, terms, context).values.items():
                     losses[symbol] += float(value) * int(batch.mask.sum())
-            row += len(batch.tokens)
 
     if n_targets == 0:
         raise DataError("Nothing to evaluate: no token of the text has a successor in its document.")
@@ -89,38 +82,32 @@ def evaluate(
         "targets": n_targets,
         "ce": _number(nats / n_targets),
     }
-    if recorder is None:
+    if out.trace is None:
         return Evaluation(nats / n_targets, values, {}, None)
-    table = recorder.table()
-    gate_entropy = recorder.gate_entropy()
-    per_layer = {
-        "switch_rate": m.switch_rate_by_layer(table),
-        "set_switch_rate": m.set_switch_rate_by_layer(table),
-        "cache_hit_rate": m.cache_hit_rate_by_layer(table),
-        **{f"cache_hit_rate_all_c{C}": m.cache_hit_rate_all_by_layer(table, C) for C in config.eval.capacities},
-        "utilisation_entropy": m.utilisation_entropy_by_layer(table),
-        "gate_entropy": gate_entropy,
-        "run_length": figures.mean_run_length_by_layer(table),
-        "word_specialisation": figures.peak_specialisation_by_layer(figures.vocabulary_specialisation(table)[1], k),
-    }
-    if any(topic is not None for topic in split.topics):
-        topics = coherence.topics_of_chunks(split.doc, split.topics, table.mask.shape)
-        per_layer["topic_information"] = coherence.topic_information_above_chance_by_layer(table, topics)
-    values |= {name: _number(layers.mean()) for name, layers in per_layer.items()}
-    values |= {
-        **{symbol: _number(total / table.mask.sum()) for symbol, total in losses.items()},
-        **{f"pool_hit_rate_c{C}": _number(_pool_hit_rate(table, C, config)) for C in config.eval.capacities},
-        "effective_experts": _number(m.effective_experts(table)),
-        "neglected_experts": m.neglected_experts(table),
-    }
-    utilisation = m.utilisation_by_layer(table)
-    shares = {f"utilisation_{i}": utilisation[:, i] for i in range(utilisation.shape[1])}
+    table = recorder.finish(
+        expert_bytes=tuple(model.expert_bytes()),
+        other_bytes=model.other_bytes(),
+        share_block=config.model.layers_per_pool,
+    )
+    measured = measure(table, capacities=config.eval.capacities, topics=_topics(split, table))
+    gate_entropy = entropy / table.mask.sum()
+    values |= {name: _number(value) for name, value in measured.values.items()}
+    values |= {symbol: _number(total / table.mask.sum()) for symbol, total in losses.items()}
+    values["gate_entropy"] = _number(gate_entropy.mean())
+    per_layer = {**measured.per_layer, "gate_entropy": gate_entropy}
     return Evaluation(
         nats=nats / n_targets,
         metrics=values,
-        per_layer={name: [_number(x) for x in layers] for name, layers in (per_layer | shares).items()},
+        per_layer={name: [_number(x) for x in layers] for name, layers in per_layer.items()},
         table=table,
     )
+
+
+def _topics(split: TokenSplit, table: RouteTable) -> Integer[np.ndarray, "B T"] | None:
+    """The topic of every token, where the corpus has topics."""
+    if all(topic is None for topic in split.topics):
+        return None
+    return coherence.topics_of_chunks(split.doc, split.topics, table.mask.shape)
 
 
 @contextlib.contextmanager
@@ -134,42 +121,5 @@ def _evaluation_mode(model: GPT) -> Iterator[None]:
         model.train(training)
 
 
-def _pool_hit_rate(table: RouteTable, capacity: int, config: RunConfig) -> float:
-    """Over all slots, in one LRU cache of `capacity` per layer for the whole model, token by token through the layers.
-
-    Where layers share their experts, a shared tensor is one entry: so models that share are held against others.
-    """
-    access = Access(order="decode", pool=True, share_block=config.model.layers_per_pool)
-    return 1 - simulate(table, capacity=capacity * table.n_layers, access=access).miss_rate
-
-
-class _Recorder:
-    """Collects what the metrics need from each batch's trace, which is then dropped."""
-
-    def __init__(self, shape: tuple[int, int, int, int], n_experts: int, documents: bool) -> None:
-        L, B, T, _ = shape
-        self.n_experts = n_experts
-        self.S = np.zeros(shape, index_dtype(n_experts))
-        self.mask = np.zeros((B, T), np.bool_)
-        self.tokens = np.zeros((B, T), np.int32)
-        self.doc = np.full((B, T), -1, np.int32) if documents else None
-        self.entropy = np.zeros(L)
-
-    def add(self, row: int, tokens: torch.Tensor, trace: RoutingTrace) -> None:
-        rows = slice(row, row + len(tokens))
-        self.S[:, rows] = trace.S.cpu().numpy()
-        self.mask[rows] = trace.mask.cpu().numpy()
-        self.tokens[rows] = tokens.numpy()
-        if self.doc is not None and trace.doc is not None:
-            self.doc[rows] = trace.doc.cpu().numpy()
-        self.entropy += (trace.gate_entropy_by_layer().double() * trace.mask.sum()).cpu().numpy()
-
-    def gate_entropy(self) -> Float[np.ndarray, " L"]:
-        return np.asarray(self.entropy / self.mask.sum())
-
-    def table(self) -> RouteTable:
-        return RouteTable(S=self.S, n_experts=self.n_experts, mask=self.mask, doc=self.doc, tokens=self.tokens)
-
-
 def _number(x: float) -> float | None:
-    return float(x) if math.isfinite(x) else None
+    return None if not math.isfinite(x) else x if isinstance(x, int) else float(x)
