@@ -26,6 +26,14 @@ class RunError(StickyError):
     """A run folder, record or checkpoint that cannot be used."""
 
 
+class MissingExtraError(StickyError, ImportError):
+    """A command or function needs a package that an extra installs."""
+
+    def __init__(self, needed_by: str, *, package: str, extra: str) -> None:
+        install = f'pip install "stickymoe[{extra}]"'
+        super().__init__(f"{needed_by} needs {package}, which is not installed: {install}.")
+
+
 class DivergedError(StickyError):
     """The loss stopped being a number."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from stickymoe import __version__
 from stickymoe.errors import InterruptedRunError, StickyError, unknown
+from stickymoe.extras import extras_for
 
 HELP = """\
 usage: stickymoe COMMAND [options]
@@ -69,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args[0] not in COMMANDS:
             raise StickyError(unknown("command", args[0], COMMANDS))
-        _command(args[0])(args[1:])
+        with extras_for(args[0]):
+            _command(args[0])(args[1:])
     except InterruptedRunError as e:
         print(e, file=sys.stderr)
         return 130

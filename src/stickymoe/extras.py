@@ -1,0 +1,33 @@
+"""Packages that an extra installs, and the error where one of them is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stickymoe.errors import MissingExtraError
+
+# Package → the extra of pyproject.toml that installs it. Training and reports both need `tokenizers`; a report asks for
+# a package of its own first.
+EXTRAS = {
+    "torch": "train",
+    "accelerate": "train",
+    "safetensors": "train",
+    "tokenizers": "train",
+    "altair": "report",
+    "vl_convert": "report",
+    "jinja2": "report",
+    "markupsafe": "report",
+    "datasets": "hub",
+}
+
+
+@contextmanager
+def extras_for(name: str) -> Iterator[None]:
+    """Report a missing package of an extra as something that `name`, a command or function, needs."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if e.name not in EXTRAS:
+            raise
+        raise MissingExtraError(name, package=e.name, extra=EXTRAS[e.name]) from e
