@@ -16,7 +16,8 @@ from stickymoe.extras import EXTRAS, extras_for
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(stickymoe.__file__).parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 HEAVY = {"torch", "numba", "transformers", "accelerate", "altair", "jinja2", "tokenizers"}
 PUBLIC = sorted(set(stickymoe.__all__) - {"__version__"})
 # Packages whose import name is not the name on the registry.
@@ -197,3 +198,36 @@ def test_exact_versions_are_in_the_constraints_alone():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
     assert names_of(declared) - {"stickymoe"} <= names_of(lines)
+
+
+# Shapes that are checked in tests
+
+
+def checked_names() -> list[str]:
+    (option,) = [o for o in PYPROJECT["tool"]["pytest"]["ini_options"]["addopts"] if "--jaxtyping-packages" in o]
+    *names, checker = option.partition("=")[2].split(",")
+    assert checker == "beartype.beartype"
+    return names
+
+
+def is_checked(file: Path) -> bool:
+    module = ".".join(("stickymoe", *file.relative_to(SOURCE).with_suffix("").parts))
+    return any(module == name or module.startswith(f"{name}.") for name in checked_names())
+
+
+@pytest.mark.parametrize("name", checked_names())
+def test_a_module_whose_shapes_are_checked_exists(name):
+    path = SOURCE.joinpath(*name.split(".")[1:])
+    assert path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_every_module_with_shapes_is_checked():
+    with_shapes = [file for file in SOURCE.rglob("*.py") if "from jaxtyping import" in file.read_text()]
+    assert with_shapes
+    assert [str(file.relative_to(SOURCE)) for file in with_shapes if not is_checked(file)] == []
+
+
+def test_no_compiled_kernel_is_checked():
+    kernels = [file for file in SOURCE.rglob("*.py") if "from numba import" in file.read_text()]
+    assert kernels
+    assert not any(is_checked(file) for file in kernels)
