@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import stickymoe
 from stickymoe.cli import main
@@ -98,6 +99,13 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_the_version_is_that_of_the_command_line():
     done = subprocess.run([sys.executable, "-m", "stickymoe.cli", "--version"], capture_output=True, text=True)
     assert done.stdout == f"stickymoe {stickymoe.__version__}\n"
+
+
+def test_the_citation_and_the_changelog_name_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == stickymoe.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert f"\n## [{stickymoe.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 # Extras
