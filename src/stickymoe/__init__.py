@@ -17,6 +17,7 @@ __version__ = "0.2.0"
 _PUBLIC = {
     "Access": "stickymoe.locality.streams",
     "Cache": "stickymoe.locality.cache",
+    "Recorder": "stickymoe.locality.recorder",
     "RouteTable": "stickymoe.locality.table",
     "RoutingTrace": "stickymoe.routing.trace",
     "RunConfig": "stickymoe.runs.config",
@@ -25,11 +26,16 @@ _PUBLIC = {
     "balance_loss": "stickymoe.routing.losses",
     "consistency_loss": "stickymoe.routing.losses",
     "load_table": "stickymoe.locality.formats",
+    "measure": "stickymoe.locality.measure",
     "miss_curve": "stickymoe.locality.replay",
     "objective": "stickymoe.routing.losses",
+    "plan": "stickymoe.locality.plan",
     "register": "stickymoe.variants",
+    "register_policy": "stickymoe.locality.policies",
     "replay": "stickymoe.locality.replay",
+    "save_table": "stickymoe.locality.formats",
     "simulate": "stickymoe.locality.replay",
+    "study": "stickymoe.locality.study",
     "switch_rate": "stickymoe.locality.metrics",
     "train": "stickymoe.training.loop",
     "utilisation_entropy": "stickymoe.locality.metrics",
@@ -42,12 +48,18 @@ if TYPE_CHECKING:
     from stickymoe.errors import StickyError as StickyError
     from stickymoe.locality.cache import Cache as Cache
     from stickymoe.locality.formats import load_table as load_table
+    from stickymoe.locality.formats import save_table as save_table
+    from stickymoe.locality.measure import measure as measure
     from stickymoe.locality.metrics import switch_rate as switch_rate
     from stickymoe.locality.metrics import utilisation_entropy as utilisation_entropy
+    from stickymoe.locality.plan import plan as plan
+    from stickymoe.locality.policies import register_policy as register_policy
+    from stickymoe.locality.recorder import Recorder as Recorder
     from stickymoe.locality.replay import miss_curve as miss_curve
     from stickymoe.locality.replay import replay as replay
     from stickymoe.locality.replay import simulate as simulate
     from stickymoe.locality.streams import Access as Access
+    from stickymoe.locality.study import study as study
     from stickymoe.locality.table import RouteTable as RouteTable
     from stickymoe.routing.losses import anchor_loss as anchor_loss
     from stickymoe.routing.losses import balance_loss as balance_loss
