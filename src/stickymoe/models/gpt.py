@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from stickymoe.errors import ConfigError
 from stickymoe.models.head import linear_cross_entropy, plain_cross_entropy
 from stickymoe.models.moe import Experts, FeedForward, MoE, Router
-from stickymoe.routing.layer import LayerParts
+from stickymoe.routing.layer import LayerParts, SidePart
 from stickymoe.routing.rules import RouterInput, RouterState, Routing
 from stickymoe.routing.trace import RoutingTrace, token_positions
 from stickymoe.runs.config import ModelConfig
@@ -182,6 +182,8 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, Experts):
                 module.tie()
+        for side in self._sides():
+            side.initialise()
 
     def forward(
         self,
@@ -239,9 +241,29 @@ class GPT(nn.Module):
         return [block.ffn.experts.expert_bytes for block in self.blocks if isinstance(block.ffn, MoE)]
 
     def other_bytes(self) -> int:
-        """Bytes of every parameter outside the experts: embeddings, attention, norms, gates, dense layers."""
-        experts = {id(p) for m in self.modules() if isinstance(m, Experts) for p in m.parameters()}
-        return sum(p.nbytes for p in self.parameters() if id(p) not in experts)
+        """Bytes of every resident parameter outside the experts: embeddings, attention, norms, gates, dense layers."""
+        elsewhere = {id(p) for m in self.modules() if isinstance(m, Experts) for p in m.parameters()}
+        elsewhere |= {id(p) for p in self.slow_parameters()}
+        return sum(p.nbytes for p in self.parameters() if id(p) not in elsewhere)
+
+    def slow_parameters(self) -> dict[nn.Parameter, float]:
+        """Tables of rows that stay in slow memory, with their relative learning rates."""
+        return {p: side.lr_scale for side in self._sides() for p in side.slow_parameters()}
+
+    def row_bytes(self) -> int:
+        """Bytes of rows that a token reads from slow memory, over all layers."""
+        return sum(side.bytes_per_token for side in self._sides())
+
+    def sizes(self) -> dict[str, int | list[int]]:
+        """Bytes by where they are needed, for the record of a run."""
+        sizes: dict[str, int | list[int]] = {"expert_bytes": self.expert_bytes(), "other_bytes": self.other_bytes()}
+        tables = self.slow_parameters()
+        if tables:
+            sizes |= {"row_bytes": self.row_bytes(), "table_bytes": sum(p.nbytes for p in tables)}
+        return sizes
+
+    def _sides(self) -> Iterator[SidePart]:
+        return (module for module in self.modules() if isinstance(module, SidePart))
 
     def _positions(
         self, tokens: Int[Tensor, "B T"], doc: Int[Tensor, "B T"] | None, cache: DecodeCache | None

@@ -6,6 +6,7 @@ B sequences, T tokens, d width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -18,12 +19,27 @@ from stickymoe.routing.ties import TiedExperts
 class SidePart(nn.Module, ABC):
     """A module beside the experts of a layer; its output is added to the residual stream.
 
-    Like a router, it works on a whole sequence or on its continuation, with the same outcome.
+    Like a router, it works on a whole sequence or on its continuation, with the same outcome. `lr_scale` is the
+    learning rate of its slow parameters, relative to that of the model.
     """
+
+    lr_scale: float = 1.0
 
     @abstractmethod
     def forward(self, x: RouterInput, state: RouterState | None) -> tuple[Float[Tensor, "B T d"], RouterState]:
         """The output for the tokens of `x`, which continue those that `state` remembers, and the new state."""
+
+    def initialise(self) -> None:
+        """Give parameters their start values, after the model has drawn its own."""
+
+    def slow_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that stay in slow memory; a token reads some of their rows, and gradients are sparse."""
+        return iter(())
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token reads from slow memory."""
+        return 0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ class RunRecord:
     """`metrics` are of the final model on the whole validation split; `per_layer` holds their layers.
 
     `sizes` are bytes of the parameters, measured: `expert_bytes` of one expert for each layer, `other_bytes` of
-    everything else. Records of earlier versions have none.
+    everything else that is resident, `table_bytes` of rows in slow memory and `row_bytes` that a token reads of them.
+    Records of version 0.1 have none.
     """
 
     run_id: str

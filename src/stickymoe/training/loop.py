@@ -273,7 +273,7 @@ class _Run:
             status="complete",
             metrics=evaluation.metrics | best,
             per_layer=evaluation.per_layer,
-            sizes={"expert_bytes": self.model.expert_bytes(), "other_bytes": self.model.other_bytes()},
+            sizes=self.model.sizes(),
         )
         self._write(done)
         return done

@@ -16,7 +16,7 @@ from stickymoe.models.gpt import GPT
 from stickymoe.routing.losses import LossContext, expert_load, objective
 from stickymoe.routing.trace import RoutingTrace
 from stickymoe.runs.config import RunConfig
-from stickymoe.training.optimiser import adamw, learning_rate
+from stickymoe.training.optimiser import adamw, clip_gradients, learning_rate
 from stickymoe.variants import Phase
 
 
@@ -62,7 +62,8 @@ class Updates:
         gates = {id(p) for p in model.gate_parameters()}
         for p in model.parameters():
             p.requires_grad_(span.phase.trains == "all" or id(p) in gates)
-        self.bare_optimiser = adamw([(n, p) for n, p in model.named_parameters() if p.requires_grad], config.train)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.bare_optimiser = adamw(trained, config.train, row_lr=model.slow_parameters())
         self.model: nn.Module
         self.optimiser: torch.optim.Optimizer
         self.model, self.optimiser = accelerator.prepare(model, self.bare_optimiser)
@@ -73,7 +74,7 @@ class Updates:
         progress = (step - self.span.first) / (self.span.last - self.span.first)
         self.bare_model.set_progress(progress)
         for group in self.optimiser.param_groups:
-            group["lr"] = self.lr(step)
+            group["lr"] = self.lr(step) * group["lr_scale"]
         world = accelerator.num_processes
         batches = [
             self.batches.batch(step, part=micro * world + accelerator.process_index, parts=accumulate * world)
@@ -90,7 +91,7 @@ class Updates:
         means = {name: float(value) for name, value in accelerator.reduce(sums, reduction="mean").items()}
         if not math.isfinite(means["loss"]):
             raise NotFiniteError("loss", means["loss"])
-        norm = float(accelerator.clip_grad_norm_(self.model.parameters(), self.config.train.clip))
+        norm = float(clip_gradients(accelerator, self.model.parameters(), self.config.train.clip))
         if not math.isfinite(norm):
             raise NotFiniteError("gradient", norm)
         self.optimiser.step()
