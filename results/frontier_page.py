@@ -1,42 +1,43 @@
-"""docs/frontier.md and its figures, from the committed records: python results/frontier_page.py."""
+"""Write docs/frontier.md and its figures from the committed records: python results/frontier_page.py."""
 
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import vl_convert
 
 from stickymoe.paper import frontier
-from stickymoe.paper.frontier import EVEN, FEWER, KEPT, Point
-from stickymoe.paper.grids import GRIDS
+from stickymoe.paper.figures import kept_gain as kept_gain_figure
+from stickymoe.paper.frontier import EVEN, MISSES_FACTOR, TARGET_GAIN, Point, kept_gain
+from stickymoe.paper.grids import GRIDS, PAPER_ORDER
 from stickymoe.reports import figures, tables
-from stickymoe.reports.collection import Collection, Group, Row, Value, collect, common_seeds, kept_gain
-from stickymoe.reports.tables import ALL_SLOTS, NOTHING, Table
+from stickymoe.reports.charts import Chart, themed
+from stickymoe.reports.collection import Collection, Group, Row, Value, collect, common_seeds
+from stickymoe.reports.tables import ALL_SLOTS, MISSING, Table
 from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runs.settings import config_from
 from stickymoe.sweeps.grid import configs, load_grid
-from stickymoe.variants import variant_class, variant_names
+from stickymoe.variants import hypers, variant_names
 
 HERE = Path(__file__).parent
 CACHES = (2, 3)
-CHANCE = 1.0  # per cent of perplexity by which two runs may differ by chance: three times what seeds vary by
+NOISE = 1.0  # per cent of perplexity: smaller differences between two single runs count as noise (three deviations)
 
 
 def main(docs: Path = HERE.parent / "docs") -> None:
-    collection = collect([HERE])
-    drawn = docs / "frontier"
-    shutil.rmtree(drawn, ignore_errors=True)
-    drawn.mkdir(parents=True)
-    (docs / "frontier.md").write_text(page(collection, drawn), encoding="utf-8")
+    collection = collect([HERE], order=PAPER_ORDER)
+    folder = docs / "frontier"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (docs / "frontier.md").write_text(page(collection, folder), encoding="utf-8")
 
 
-def page(collection: Collection, drawn: Path) -> str:
+def page(collection: Collection, folder: Path) -> str:
     def find(**wanted: object) -> Group | None:
         return next((g for g in collection.groups if _is(g, **wanted)), None)
 
@@ -51,23 +52,23 @@ def page(collection: Collection, drawn: Path) -> str:
     factbook = find(experts=4, corpus="factbook")
     three = find(steps=1000, experts=3, corpus="wikitext-2")
     sections = {
-        "Against the targets": _targets(
+        "Is the target reached?": _targets(
             (whole, 3, three), (sixteen, 4, whole), (longer, 3, three_longer), (factbook, 3, None)
         ),
         "The recommendation": _recommended(
             (whole, three), (longer, three_longer), (sixteen, whole), (sixteen_longer, longer)
         ),
-        "The frontier": _compared(whole, drawn, "small", CACHES, three) + _on_the_papers_axes(whole, drawn),
-        "What each idea taught": _lessons((whole, 3), (sixteen, 4)),
-        "Or simply fewer experts?": _fits(whole, three, 3) + _fits(sixteen, whole, 4),
+        "The frontier": _compared(whole, folder, "small", CACHES, three) + _on_the_papers_axes(whole, folder),
+        "What each idea showed": _lessons((whole, 3), (sixteen, 4)),
+        "Are fewer experts as good?": _fits(whole, three, 3) + _fits(sixteen, whole, 4),
         "Is every row of the paper beaten?": _beaten(whole),
-        "Sixteen experts, a cache of four": _compared(sixteen, drawn, "sixteen", (4,), whole),
-        "A longer schedule": _compared(longer, drawn, "longer", CACHES),
-        "Another corpus": _compared(factbook, drawn, "factbook", CACHES),
-        "The screening": _screened(screen, drawn),
+        "Sixteen experts, a cache of four": _compared(sixteen, folder, "sixteen", (4,), whole),
+        "A longer schedule": _compared(longer, folder, "longer", CACHES),
+        "Another corpus": _compared(factbook, folder, "factbook", CACHES),
+        "Screening": _screened(screen, folder),
         "Does sticky mean topical?": "\n".join(filter(None, (_topical(factbook), _topical(whole)))),
-        "Experts that layers share": _shared(collection),
-        "Signs": _signs(collection),
+        "Layers that share experts": _shared(collection),
+        "Symbols": _symbols(collection),
     }
     parts = [INTRODUCTION, *(f"## {title}\n\n{text}" for title, text in sections.items() if text)]
     if missing := [title for title, text in sections.items() if not text]:
@@ -76,20 +77,25 @@ def page(collection: Collection, drawn: Path) -> str:
 
 
 INTRODUCTION = f"""\
-# Past the paper: what sticky routing costs, and who pays least
+# Beyond the paper: what sticky routing costs
 
-Made by `python results/frontier_page.py` from [the records](../results); `stickymoe frontier results` prints its
-tables. A loss that makes routing stick costs perplexity, and a perplexity 3 % above vanilla's can be half of what the
-mixture is worth over a dense model of the same active width. So a router is placed by the share of that gain it
-**keeps**, (PPL_dense − PPL) / (PPL_dense − PPL_vanilla) over common seeds, and by its **misses**: accesses of all k
-experts of a token that an LRU cache of C experts a layer does not hold. The target is {KEPT:.0%} of the gain at
-{FEWER:g} times fewer misses than vanilla, with experts used evenly (at least {EVEN:.0%} of full entropy, none
-neglected).
+`python results/frontier_page.py` writes this page from [the records](../results). `stickymoe frontier results` prints
+its tables.
 
-N experts of which a token uses k · SR: how often the heaviest expert changes from token to token · CHR: its hit rate
-with two slots, the paper's metrics. Perplexity is that of the validation split, on which settings were chosen too; ±
-behind a percentage is half of its 95 % interval over seeds.
-The signs in a row's name are explained [below](#signs).
+A loss that makes routing sticky raises perplexity. A perplexity 3 % above vanilla can be half of what the mixture gains
+over a dense model with the same active width. So each router is judged by two numbers:
+
+- **gain kept**: the share of that gain that the router keeps, (PPL_dense − PPL) / (PPL_dense − PPL_vanilla), over
+  common seeds;
+- **misses**: the share of accesses (all k experts of every token) that an LRU cache with C slots per layer misses.
+
+The target is {TARGET_GAIN:.0%} of the gain with {MISSES_FACTOR:g} times fewer misses than vanilla, and even use of the
+experts: utilisation entropy of at least {EVEN:.0%} of the maximum, no neglected expert.
+
+N is the number of experts per layer, and k the number of experts per token. SR (switch rate) and CHR (cache hit rate)
+are the paper's metrics: how often the top-1 expert changes between adjacent tokens, and its hit rate with two slots.
+Perplexity is measured on the validation split, on which settings were also chosen. ± after a percentage is half of its
+95 % interval over seeds. Row names are explained [below](#symbols), terms in the [glossary](glossary.md).
 """
 
 
@@ -101,9 +107,9 @@ def _is(group: Group, **wanted: object) -> bool:
 
 
 def _compared(
-    group: Group | None, drawn: Path, name: str, caches: tuple[int, ...], smaller: Group | None = None
+    group: Group | None, folder: Path, name: str, caches: tuple[int, ...], smaller: Group | None = None
 ) -> str:
-    """A group's table of gain and misses, and a figure for each cache, beside a mixture that fits one of them."""
+    """The table of gain and misses of a group, and one figure per cache size; `smaller` is a control that fits."""
     table = None if group is None else frontier.kept_table(group)
     if group is None or table is None:
         return ""
@@ -111,119 +117,122 @@ def _compared(
     out = [f"{group.title}. {explained}\n", tables.markdown(table)]
     for C in caches:
         fits = smaller if smaller is not None and smaller.config.model.n_experts == C else None
-        chart = figures.kept_gain(group, C, smaller=fits)
-        out.append(_drawn(chart, drawn / f"{name}-c{C}.svg", f"Gain kept against misses, C={C}"))
+        chart = kept_gain_figure(group, C, smaller=fits)
+        out.append(_drawn(chart, folder / f"{name}-c{C}.svg", f"Gain kept against misses, C={C}"))
     return "\n".join(filter(None, out)) + _noise(group)
 
 
 def _noise(group: Group) -> str:
-    """How far seeds are apart, where some row has several."""
+    """The spread over seeds, if a row has several."""
     off = [(value.sd / value.mean, value.n) for row in group.routed if (value := row.metric("ppl")) and value.sd]
     if not off:
         return ""
     spread = math.sqrt(sum((n - 1) * x * x for x, n in off) / sum(n - 1 for _, n in off))
     return (
-        f"\nFrom seed to seed perplexity varies by {spread:.1%} (standard deviation, {len(off)} rows with several): "
-        f"of rows with one seed, differences under {3 * spread:.0%} may be chance. A seed fixes the order of the text; "
-        "initial weights are the same only among routers with as many gates.\n"
+        f"\nPerplexity varies by {spread:.1%} between seeds (standard deviation, {len(off)} rows with several seeds). "
+        f"For rows with one seed, differences under {3 * spread:.0%} may be noise. A seed fixes the order of the text. "
+        "Two routers start from the same weights only if they have the same number of gates.\n"
     )
 
 
-def _on_the_papers_axes(group: Group | None, drawn: Path) -> str:
-    """Perplexity against the two metrics that the paper draws, both of the top expert alone."""
+def _on_the_papers_axes(group: Group | None, folder: Path) -> str:
+    """Perplexity against the two metrics of the paper, which count only the top-1 expert."""
     if group is None:
         return ""
     hits = figures.pareto(group, "cache_hit_rate", "cache hit rate, top-1, C=2 (higher is better)", better="higher")
     switches = figures.pareto(group, "switch_rate", "switch rate (lower is better)", better="lower")
     shown = [
-        _drawn(hits, drawn / "small-chr.svg", "Perplexity against the paper's hit rate"),
-        _drawn(switches, drawn / "small-sr.svg", "Perplexity against the switch rate"),
+        _drawn(hits, folder / "small-chr.svg", "Perplexity against the paper's hit rate"),
+        _drawn(switches, folder / "small-sr.svg", "Perplexity against the switch rate"),
     ]
     if not any(shown):
         return ""
-    words = "The paper's own axes count the heaviest expert of a token alone, as if a device loaded no other:\n"
-    return "\n".join(("", words, *filter(None, shown)))
+    text = "The paper's own axes count only the top-1 expert of a token, as if a device loaded no other expert:\n"
+    return "\n".join(("", text, *filter(None, shown)))
 
 
-def _drawn(chart: figures.Chart | None, file: Path, words: str) -> str:
-    """A chart as a file, and the line of Markdown that shows it; nothing of no chart."""
+def _drawn(chart: Chart | None, file: Path, title: str) -> str:
+    """Write a chart to a file and return the Markdown that shows it; empty without a chart."""
     if chart is None:
         return ""
-    file.write_text(vl_convert.vegalite_to_svg(figures.themed(chart)), encoding="utf-8")
-    return f"![{words}]({file.parent.name}/{file.name})\n"
+    file.write_text(vl_convert.vegalite_to_svg(themed(chart)), encoding="utf-8")
+    return f"![{title}]({file.parent.name}/{file.name})\n"
 
 
-def _screened(group: Group | None, drawn: Path) -> str:
-    """Every method in few steps, by its perplexity: what the mixture is worth so early may be too little to share."""
+def _screened(group: Group | None, folder: Path) -> str:
+    """Every method after few steps, by perplexity: the gain over dense is still too small to compute shares of it."""
     dense = group.find("dense") if group is not None else None
     if group is None or dense is None or group.baseline is None or (gain := group.baseline.change(dense)) is None:
         return ""
     rows = sorted((row for row in group.rows if row.mean("ppl") is not None), key=lambda row: row.mean("ppl") or 0.0)
     planned = configs(load_grid("frontier", GRIDS), seeds=[42], flags=["--data.path", "text"], source="")
     missing = [f"`{run.variant.label}`" for run in planned if group.find(run.variant.key) is None]
-    title = "misses per access, all slots, C=3 (log, lower is better)"
-    chart = figures.pareto(group, f"{ALL_SLOTS}3", title, better="lower", misses=True)
-    words = (
+    axis = "misses per access, all k experts, C=3 (log, lower is better)"
+    chart = figures.pareto(group, f"{ALL_SLOTS}3", axis, better="lower", misses=True)
+    text = (
         f"{len(planned) - len(missing)} of the {len(planned)} rows of `stickymoe sweep frontier`: every method at "
-        f"three strengths, {group.config.train.steps} steps, one seed; leads, not results (siblings by hash came of "
-        "it, and are not among them). Vanilla is "
-        f"{gain.mean:+.1f} % of perplexity from dense so early, so rows are ordered by perplexity, and no gain is "
-        "shared out. In brackets: perplexity against vanilla, times fewer misses at C=3.\n"
+        f"three strengths, {group.config.train.steps} steps, one seed. These are leads, not results. Hashed `siblings` "
+        "followed from them and are not included. After so few steps the perplexity of vanilla is "
+        f"{gain.mean:+.1f} % relative to dense, so rows are ordered by perplexity and no share of the gain is shown. "
+        "In brackets: perplexity relative to vanilla, and how many times fewer misses at C=3.\n"
     )
-    figure = _drawn(chart, drawn / "screening-c3.svg", "Perplexity against misses after 300 steps")
+    figure = _drawn(chart, folder / "screening-c3.svg", "Perplexity against misses after 300 steps")
     table = tables.markdown(tables.results(rows, group.baseline))
     not_run = f"Not run: {', '.join(missing)}.\n" if missing else ""
-    return "\n".join(filter(None, (words, figure, _leads(rows, group.baseline), table, not_run)))
+    return "\n".join(filter(None, (text, figure, _leads(rows, group.baseline), table, not_run)))
 
 
 def _leads(rows: list[Row], vanilla: Row, capacity: int = 3) -> str:
-    """What each method taught, with its rows: their perplexity and their misses with C slots against vanilla's."""
-    told: dict[str, list[str]] = {}
+    """What the screening showed for each method, with the perplexity and the misses of its rows."""
+    by_method: dict[str, list[str]] = {}
     for row in rows:
         change, fewer = row.change(vanilla), row.fewer_misses(vanilla, f"{ALL_SLOTS}{capacity}")
         if row is not vanilla and change is not None and fewer is not None:
-            told.setdefault(row.variant.name, []).append(f"`{row.label}` ({change.mean:+.1f} %, {fewer.mean:.2f} ×)")
-    return "".join(f"- **{name}**: {SCREENED.get(name, '')} {', '.join(rows)}.\n" for name, rows in told.items())
+            numbers = f"`{row.label}` ({change.mean:+.1f} %, {fewer.mean:.2f} ×)"
+            by_method.setdefault(row.variant.name, []).append(numbers)
+    return "".join(f"- **{name}**: {SCREENED.get(name, '')} {', '.join(rows)}.\n" for name, rows in by_method.items())
 
 
 def _targets(*groups: tuple[Group | None, int, Group | None]) -> str:
-    """Which rows reach the target with C slots, and what a mixture of C experts, which loads nothing, is worth."""
-    lines = []
-    for group, C, smaller in groups:
-        found = frontier.points(group) if group is not None else []
-        if group is None or len(found) < 2:  # nothing beside vanilla
-            continue
-        solved = [p for p in found if C in p.fewer and p.solves(C)]
-        solved.sort(key=lambda p: not p.surely_solves(C))
-        near = frontier.nearest([p for p in found if p.row is not group.baseline], C)
-        where = f"N={group.config.model.n_experts}, C={C}{_where(group)}"
-        if solved:
-            enough = [p for p in found if C in p.fewer and p.kept.mean >= KEPT and p.fewer[C].mean >= FEWER]
-            uneven = "; ".join(_told(p, C) for p in enough if not p.even)
-            one = ", with one seed" if all(p.kept.n == 1 for p in solved) else " by the mean, not beyond chance"
-            reached = f"reached{'' if solved[0].surely_solves(C) else one}"
-            lines.append(
-                f"- **{where}: {reached}** by {'; '.join(_told(p, C) for p in solved)}."
-                + (f" Not used evenly: {uneven}." if uneven else "")
-                + _beside_all(solved[0].row, group)
-                + _beside_fewer(solved[0].row, smaller)
-            )
-            continue
-        fewest = max(
-            (p for p in found if p.even and C in p.fewer and p.row is not group.baseline),
-            key=lambda p: min(1, p.kept.mean / KEPT) * p.fewer[C].mean,
-            default=None,
-        )
-        lines.append(
-            f"- **{where}: not reached.**"
-            + (f" The fewest misses with {KEPT:.0%} kept: {_told(near, C)}." if near else "")
-            + (f" Nearest by the product of both: {_told(fewest, C)}." if fewest else "")
-        )
-    return "\n".join(lines) + "\n" if lines else ""
+    """For each group: which rows reach the target with C slots, and how good a mixture of C experts is."""
+    return "".join(_target(group, C, smaller) for group, C, smaller in groups if group is not None)
 
 
-def _beside_all(row: Row, group: Group) -> str:
-    """What is kept of a better mixture's gain than vanilla's: that of the recommended router with a slot for each."""
+def _target(group: Group, C: int, smaller: Group | None) -> str:
+    found = [p for p in frontier.points(group) if C in p.fewer]
+    others = [p for p in found if p.row is not group.baseline]
+    if not others:
+        return ""
+    where = f"N={group.config.model.n_experts}, C={C}{_where(group)}"
+    reached = sorted((p for p in found if p.reaches_target(C)), key=lambda p: not p.clearly_reaches_target(C))
+    if not reached:
+        return f"- **{where}: not reached.**{_closest(others, C)}\n"
+    enough = [p for p in found if p.kept.mean >= TARGET_GAIN and p.fewer[C].mean >= MISSES_FACTOR]
+    uneven = "; ".join(_numbers(p, C) for p in enough if not p.even)
+    one = ", with one seed" if all(p.kept.n == 1 for p in reached) else " by the mean, not significantly"
+    return (
+        f"- **{where}: reached{'' if reached[0].clearly_reaches_target(C) else one}** by "
+        f"{'; '.join(_numbers(p, C) for p in reached)}."
+        + (f" Reached with uneven use of experts: {uneven}." if uneven else "")
+        + _against_all_in_memory(reached[0].row, group)
+        + _against_fewer_experts(reached[0].row, smaller)
+        + "\n"
+    )
+
+
+def _closest(others: list[Point], C: int) -> str:
+    """The rows closest to a target that no row reaches."""
+    near = frontier.nearest(others, C)
+    best = max(
+        (p for p in others if p.even), key=lambda p: min(1, p.kept.mean / TARGET_GAIN) * p.fewer[C].mean, default=None
+    )
+    return (f" The fewest misses with {TARGET_GAIN:.0%} kept: {_numbers(near, C)}." if near else "") + (
+        f" Closest by the product of both: {_numbers(best, C)}." if best else ""
+    )
+
+
+def _against_all_in_memory(row: Row, group: Group) -> str:
+    """The share of a larger gain that a row keeps: that of the recommended router with one slot per expert."""
     dense, alone = group.find("dense"), _like_recommended(group, alone=True)
     kept = kept_gain(row, baseline=alone[0], dense=dense) if dense is not None and alone else None
     if kept is None:
@@ -231,123 +240,123 @@ def _beside_all(row: Row, group: Group) -> str:
     half = frontier.interval(kept)
     share = f"{100 * kept.mean:.0f}{'' if half is None else f' ± {100 * half:.0f}'} %"
     return (
-        f" Of what the recommended router gains with all {group.config.model.n_experts} in memory `{row.label}` keeps "
-        f"{share} ({_seeds(kept.n)})."
+        f" With all {group.config.model.n_experts} experts in memory the recommended router gains more; `{row.label}` "
+        f"keeps {share} of that gain ({_seeds(kept.n)})."
     )
 
 
-def _beside_fewer(row: Row, smaller: Group | None) -> str:
-    """A row beside the best mixture of as many experts as there are slots, over common seeds."""
+def _against_fewer_experts(row: Row, smaller: Group | None) -> str:
+    """A row and the best mixture with as many experts as slots, over common seeds."""
     found = [(r, change) for r in smaller.routed if (change := row.change(r)) is not None] if smaller else []
     if smaller is None or not found:
         return ""
     best, change = max(found, key=lambda pair: pair[1].mean)
     same = best in _like_recommended(smaller, alone=True)
-    by = "the recommended router without siblings" if same else f"`{best.label}`"
+    router = "the recommended router with one expert per slot" if same else f"`{best.label}`"
     return (
-        f" The best mixture of {smaller.config.model.n_experts}, which loads nothing, is that of {by}, and "
-        f"`{row.label}` is {_percent(change)} it ({_seeds(change.n)})."
+        f" Control: the best mixture of {smaller.config.model.n_experts} experts, which loads nothing, is {router}. "
+        f"The perplexity of `{row.label}` is {_percent(change)} it ({_seeds(change.n)})."
     )
 
 
 def _where(group: Group) -> str:
-    """How it differs from most groups of this page: the corpus and the steps."""
+    """Corpus and steps, if they differ from those of most groups on this page."""
     steps = group.config.train.steps
     corpus = "" if _is(group, corpus="wikitext-2") else f", {group.config.data.corpus}"
     return corpus + ("" if steps == 1000 else f", {steps:,} steps")
 
 
-def _told(point: Point, capacity: int) -> str:
+def _numbers(point: Point, capacity: int) -> str:
     half = frontier.interval(point.kept)
     spread = f" ± {100 * half:.0f}" if half is not None else ""
     kept = f"{100 * point.kept.mean:.0f}{spread} % kept"
-    return f"`{point.row.label}` ({kept}, {point.fewer[capacity].mean:.1f} × fewer, {_seeds(point.kept.n)})"
+    return f"`{point.row.label}` ({kept}, {point.fewer[capacity].mean:.1f} × fewer misses, {_seeds(point.kept.n)})"
 
 
-# What 300 steps taught of each variant.
+# What 300 steps showed for each variant.
 SCREENED = {
-    "hash": "Experts are apart from the first step on: far below all others so early.",
-    "two_speed": "Below vanilla already, at about as many misses.",
-    "hysteresis": "A small bonus is nearly free and buys little; a large one saves most misses at a price.",
-    "smooth": "Longer averages save more and cost more; a learned decay does no better than its fixed start.",
-    "residency": "Only C experts can be chosen, and one may move a token: most misses are gone for a small price.",
-    "siblings": "Slots are chosen at once, who is in them slowly: the best trade of the screening.",
-    "rent": "Who moves in has to have been missed for some time: level with residency.",
-    "soft": "The paper's loss costs at every weight, hardly moves the misses of all k, and ends in uniform gates.",
-    "boundary": "Released at the ends of sentences it is the same loss: few pairs are ends.",
-    "graded+soft": "With λ rising late, or sparing layer 0, it costs a little less and saves a little less.",
-    "grouped": "Switches inside groups are cheap, and it is single experts that miss.",
-    "cross_layer": "The same experts in adjacent layers save nothing where layers have experts of their own.",
-    "blockffn": "Saves more than `soft` at λ=0.5, with experts used unevenly; at 2 its gates are uniform too.",
-    "bles": "Ends in uniform gates, and saves little.",
-    "dot": "Asks gates to be sure of themselves, and they collapse: nearly always the same expert in front.",
-    "cache_loss": "Paying for expected misses makes routing stick hard, by giving up experts.",
-    "segment": "A choice for W tokens from those before them is as dear as one by hash, which is `trajectory`.",
-    "trajectory": "A bound, with nothing to learn: experts fixed for a span.",
+    "hash": "Experts differ from the first step: this early, perplexity is far below all others.",
+    "two_speed": "Already below vanilla, with about as many misses.",
+    "hysteresis": "A small bonus costs almost nothing and saves little; a large one saves most misses at a cost.",
+    "smooth": "Longer averages save more and cost more; a learned decay is no better than its fixed start.",
+    "residency": "Only C experts can be chosen, at most one load per token: most misses disappear at a small cost.",
+    "siblings": "Slots are chosen at once, their residents slowly: the best trade-off of the screening.",
+    "rent": "A non-resident is loaded only after it was missed for some time: as good as residency.",
+    "soft": "The paper's loss costs at every weight, hardly reduces the misses of all k, and ends in uniform gates.",
+    "boundary": "Without weight on pairs across sentence ends it acts like `soft`: few pairs are such ends.",
+    "graded+soft": "With a late warm-up of λ, or without layer 0, it costs a little less and saves a little less.",
+    "grouped": "Switches inside a group are cheap, but the cache misses single experts.",
+    "cross_layer": "The same experts in adjacent layers save nothing if each layer has its own experts.",
+    "blockffn": "Saves more than `soft` at λ=0.5, with uneven use of experts; at λ=2 its gates are uniform too.",
+    "bles": "Ends in uniform gates and saves little.",
+    "dot": "Rewards confident gates, and they collapse: almost always the same top-1 expert.",
+    "cache_loss": "A loss on expected misses makes routing very sticky, because it abandons experts.",
+    "segment": "One choice for W tokens, from the tokens before them, costs as much as a hash (`trajectory`).",
+    "trajectory": "A bound without learning: experts are fixed for a span.",
 }
 
-# What was tried, by the name of its variant, and what it taught. Rows that are not there are left out.
+# What each idea showed, by the names of its variants. Ideas without rows are not shown.
 LESSONS = (
     (
         ("smooth",),
-        "A gate that reads an average of the last few tokens chooses **better**, not only more steadily: light "
-        "smoothing beats vanilla in perplexity and in misses at once. The tokens before tell a layer what the token "
+        "A gate that reads an average of the last few tokens chooses **better** experts, not only steadier ones: light "
+        "smoothing beats vanilla in perplexity and in misses. The preceding tokens carry information that the token "
         "alone does not.",
     ),
     (
         ("residency",),
-        "Only C experts can be chosen, and they change slowly: misses fall by an order of magnitude. Leaving routing "
-        "free for the first half of training, so that experts specialise first, made no difference beyond chance.",
+        "Only C experts can be chosen, and they change slowly: misses fall by an order of magnitude. Free routing in "
+        "the first half of training, so that experts specialise first, made no significant difference.",
     ),
     (
         ("residency+smooth",),
-        "Smoothing and residency together are no better than residency alone. Where experts come and go, each has to "
-        "stand in for the others, and what smoothing won is gone. With all but one slot pinned, and inertia from the "
-        "first step on, more is kept. There the balance loss asks experts that share a slot to be used as much as "
-        "pinned ones; with a tenth of it, and a smaller margin, perplexity is lower and use less even.",
+        "Smoothing and residency together are no better than residency alone. Where experts are loaded and evicted, "
+        "each must at times replace the others, and the gain of smoothing is lost. With all slots but one pinned, and "
+        "full resistance to loads from the first step, more gain is kept. In this setting the balance loss asks the "
+        "experts that share a slot to be used as much as the pinned ones; with a tenth of its weight and a smaller "
+        "margin, perplexity is lower and use is less even.",
     ),
     (
         ("cache_loss+residency",),
-        "Paying for expected misses by gradient makes routing stick hard, and at this weight costs more than the "
-        "mixture is worth.",
+        "A loss on expected misses makes routing very sticky. At this weight it costs more than the mixture gains.",
     ),
     (
         ("siblings",),
-        "Experts take turns in a slot: one gate chooses slots token by token, a slower one who is in them, within a "
-        "budget of loads. Roles stay apart, since a slot keeps its role whoever is in it. Each sibling sees only a "
-        "part of the text, so most of every gradient goes to the whole family, lest each learn the same things again "
-        "(κ; what it brings has no published row). Without the hash, N=4 in three slots is level with a mixture of "
-        "three, and N=16 in four slots is no better than a mixture of four, and those load nothing. With `token` the "
-        "gate of the slots reads the token beside the average, which helps it as it helps two_speed. With `hashed` a "
-        "hash of the token says which slots it uses, and the gate only weighs them: slots are apart from the first "
-        "step on, and the slow gate has nothing to learn but who is in them. Being one for half of training (`apart`), "
-        "and then sharing less, was no better over the common seed. What learning apart must beat is as many experts "
-        "as slots ([does it?](#the-recommendation)).",
+        "Several experts share a slot: one gate chooses slots token by token, a slower gate chooses the resident of "
+        "each slot, within a budget of loads. A slot keeps its role whichever expert is resident. Each expert sees "
+        "only a part of the text, so the experts of a slot share most of their gradients; otherwise each would learn "
+        "the same things again (κ; no published row measures its effect). Without the hash, N=4 in three slots is as "
+        "good as a mixture of three, and N=16 in four slots is no better than a mixture of four; those mixtures load "
+        "nothing. With `token`, the gate of the slots also reads the token itself, which helps as in two_speed. With "
+        "`hashed`, a hash of the token chooses its slots and the gate only weighs them: slots differ from the first "
+        "step, and the slow gate only has to learn which expert is resident. Keeping the experts of a slot tied for "
+        "half of training (`untie`), and sharing less afterwards, was no better over the common seed. The control to "
+        "beat is a mixture with as many experts as slots ([is it beaten?](#the-recommendation)).",
     ),
-    (("rent",), "An outsider moves in when the gate weight it missed adds up to the price of a load."),
+    (("rent",), "A non-resident is loaded when the gate weight it missed adds up to the price of a load."),
     (
         ("two_speed", "residency+two_speed"),
-        "Two gates, one for the token and one for the average of those before it, choose better than either alone. "
-        "Their choices change nearly as often as vanilla's, so this is for experts that are all in memory, as many as "
-        "there are slots, and for choosing among slots.",
+        "Two gates, one on the token and one on the average of the preceding tokens, choose better than either alone. "
+        "Their choices change almost as often as those of vanilla, so this is for models with all experts in memory, "
+        "one per slot, and for choosing among slots.",
     ),
     (("hysteresis", "hysteresis+smooth"), "A bonus for the experts of the previous token."),
     (
         ("hash",),
-        "A hash of the word, which no training moves, has lower perplexity than every learned gate tried with N=4: "
-        "its experts are apart from the first step on, while learned gates spend much of so short a training on "
-        "telling tokens apart. With three experts it is only level with smoothing, and with sixteen its lead is far "
-        "larger (`siblings C=16`, the hash with a gate that weighs). It switches slightly more often than vanilla, so "
-        "like two_speed it is for slots that are all in memory, and that is what siblings make of it.",
+        "A hash of the token, fixed before training, has lower perplexity than every learned gate tested with N=4: its "
+        "experts differ from the first step, while learned gates spend much of such a short training on separating "
+        "tokens. With three experts it is only as good as smoothing; with sixteen its lead is far larger "
+        "(`siblings C=16`, the hash with a gate for the weights). It switches slightly more often than vanilla, so "
+        "like two_speed it needs all slots in memory. `siblings` uses it in this way.",
     ),
-    (("trajectory",), "A bound: experts fixed by a hash of the span."),
+    (("trajectory",), "A bound: a hash fixes the experts for a span."),
 )
 
 
 def _recommended(*pairs: tuple[Group | None, Group | None]) -> str:
-    """What `train --recommended` is, buys and costs, beside vanilla, and beside fewer experts that all stay.
+    """What `train --recommended` is, gains and costs, relative to vanilla and to fewer experts that all fit.
 
-    Pairs of a group and that of fewer experts, the one it is recommended from first.
+    Each pair is a group and one with fewer experts. The recommendation is based on the first pair.
     """
     group = pairs[0][0]
     key = config_from({"variant": RECOMMENDED}).variant.key
@@ -357,7 +366,7 @@ def _recommended(*pairs: tuple[Group | None, Group | None]) -> str:
         return ""
     change = point.row.change(group.baseline)
     assert change is not None
-    fewer = " and ".join(f"{point.fewer[C].mean:.2f} × fewer misses with {C} slots a layer" for C in CACHES)
+    fewer = " and ".join(f"{point.fewer[C].mean:.2f} × fewer misses with {C} slots per layer" for C in CACHES)
     sizes = [
         f"C={row.variant.capacity}, B={row.variant.budget:g} of N={g.config.model.n_experts}"
         for g, _ in pairs
@@ -365,71 +374,72 @@ def _recommended(*pairs: tuple[Group | None, Group | None]) -> str:
         for row in _like_recommended(g, alone=False)
     ]
     paragraphs = (
-        f"`stickymoe train --recommended` trains `{point.row.label}`. Each layer has C slots, and expert i can only "
-        "sit in slot i mod C; those that share a slot are siblings, a family. A hash of the token picks its k slots, "
-        "and a gate weighs them. A slow gate decides which sibling sits in each slot, and swaps one at most every 1/B "
-        "tokens; siblings share most of their gradients, since each sees only a part of the text.",
-        f"**What it buys**: perplexity {_percent(change)} vanilla's, with {fewer} ({_seeds(change.n)}). A layer loads "
-        "C experts at the start of a sequence and then at most one every 1/B tokens, at most B/k + (C+1)/(k·T) an "
-        "access over T tokens. That needs a runtime that evicts the sibling; the LRU cache of the tables may load "
-        "more.",
-        "**What it costs**: two small gates in each layer; decoding remembers an average for each slot and expert, and "
-        f"who is in place ([time](performance.md)). {_beside_hash(key, *(g for g, _ in pairs))}",
+        f"`stickymoe train --recommended` trains `{point.row.label}`. Each layer has C slots. Expert i can only use "
+        "slot i mod C, so several experts share a slot, and one of them is resident. A hash of the token chooses its k "
+        "slots, and a gate weighs them. A second, slower gate chooses the resident of each slot, and replaces one at "
+        "most every 1/B tokens. The experts of a slot share most of their gradients, because each sees only a part of "
+        "the text.",
+        f"**What it gains**: perplexity {_percent(change)} vanilla, with {fewer} ({_seeds(change.n)}). A layer loads C "
+        "experts at the start of a sequence and then at most one every 1/B tokens: at most B/k + (C+1)/(k·T) loads per "
+        "access over T tokens. For this bound the runtime must evict the expert that was replaced in its slot. The LRU "
+        "cache of the tables does not know the slots and may load more.",
+        "**What it costs**: two small gates in each layer. Decoding stores an average for each slot and expert, and "
+        f"the residents ([time](performance.md)). {_against_hash(key, *(g for g, _ in pairs))}",
         _or_fewer(*pairs),
-        "**For your device**: `--variant.capacity` is C = (memory − other weights) / (layers · bytes of an expert), "
-        "and `--variant.budget` at most B, the loads per token and layer that the wanted speed leaves time for. "
-        "`stickymoe plan TRACE --device NAME --tokens_per_s X` tells both; as TRACE a short run of vanilla will do, "
-        "or one of `stickymoe trace make`. Train with the C of the device: with fewer slots little is left of it. "
-        f"Run so far: {'; '.join(dict.fromkeys(sizes))}.",
+        "**For your device**: set `--variant.capacity` to C = (memory − other weights) / (layers · bytes of an expert) "
+        "and `--variant.budget` to at most B, the loads per token and layer that the wanted speed allows. "
+        "`stickymoe plan TRACE --device NAME --tokens_per_s X` prints both; TRACE can be a short run of vanilla or the "
+        "output of `stickymoe trace make`. Train with the C of the device: with fewer slots, most of the saving is "
+        f"lost. Tested so far: {'; '.join(dict.fromkeys(sizes))}.",
     )
     return "\n\n".join(filter(None, paragraphs)) + "\n"
 
 
-def _beside_hash(key: str, *groups: Group | None) -> str:
-    """What is left of the hash alone, which is what most of the perplexity comes from."""
-    told = []
+def _against_hash(key: str, *groups: Group | None) -> str:
+    """The hash alone, which most of the low perplexity comes from."""
+    lines = []
     for group in groups:
         ours, plain = (group.find(key), group.find("hash")) if group is not None else (None, None)
         if group is None or ours is None or plain is None:
             continue
         by, of_vanilla = plain.change(ours), plain.change(group.baseline) if group.baseline is not None else None
         if by is not None and of_vanilla is not None:
-            told.append(f"{_percent(by)} it and {_percent(of_vanilla)} vanilla{_where(group)} ({_seeds(by.n)})")
-    if not told:
+            lines.append(f"{_percent(by)} it and {_percent(of_vanilla)} vanilla{_where(group)} ({_seeds(by.n)})")
+    if not lines:
         return ""
-    return f"Its low perplexity is that of the hash: `hash`, which saves no loads, is {'; '.join(told)}."
+    return f"The low perplexity comes from the hash: the variant `hash`, which saves no loads, is {'; '.join(lines)}."
 
 
 def _or_fewer(*pairs: tuple[Group | None, Group | None]) -> str:
-    """The same router over as many experts as there are slots, where it has no siblings and loads nothing."""
-    told, pay = [], []
+    """The same router with as many experts as slots, where no slot is shared and nothing is loaded."""
+    lines, helps = [], []
     for group, smaller in pairs:
         ours, alone = _like_recommended(group, alone=False), _like_recommended(smaller, alone=True)
         change = alone[0].change(ours[0]) if ours and alone else None
         if group is not None and smaller is not None and change is not None:
             few, many = smaller.config.model.n_experts, group.config.model.n_experts
             half = frontier.interval(change)
-            sure = abs(change.mean) > (CHANCE if half is None else half)
-            pay.append(sure and change.mean > 0)
-            verdict = "more pay" if pay[-1] else "fewer are better" if sure else "within chance"
-            told.append(
+            significant = abs(change.mean) > (NOISE if half is None else half)
+            helps.append(significant and change.mean > 0)
+            verdict = "more experts help" if helps[-1] else "fewer are better" if significant else "not significant"
+            lines.append(
                 f"N={few} is {_percent(change)} N={many} in {few} slots{_where(group)} ({_seeds(change.n)}: {verdict})"
             )
-    if not told:
+    if not lines:
         return ""
     lesson = (
-        "Where more do not pay, siblings learn too little apart in trainings as short as these: if the number of "
-        "experts is yours to choose, train as many as the device holds."
+        "Where more experts do not help, the experts of a slot learn too little of their own in such short training. "
+        "If you can choose the number of experts, train as many as the device holds."
     )
     return (
-        "**Or fewer experts**: with as many experts as slots (`--model.n_experts C`) the same router has no siblings, "
-        f"and loads nothing after the first tokens. Perplexity of {'; of '.join(told)}."
-        + ("" if all(pay) else f" {lesson}")
+        "**Or fewer experts**: with as many experts as slots (`--model.n_experts C`), no slot is shared, and the same "
+        f"router loads nothing after the first tokens. Perplexity of {'; of '.join(lines)}."
+        + ("" if all(helps) else f" {lesson}")
     )
 
 
 def _like_recommended(group: Group | None, *, alone: bool) -> list[Row]:
-    """Its rows of the recommended router, whatever its slots and loads: with siblings, or with each expert `alone`."""
+    """Rows of the recommended router with any C and B: with shared slots, or with each expert `alone` in its slot."""
     wanted = config_from({"variant": RECOMMENDED}).variant
     rows = [row for row in group.routed if row.variant.name == wanted.name] if group is not None else []
     return [
@@ -451,29 +461,29 @@ def _seeds(n: int) -> str:
 
 
 def _lessons(*groups: tuple[Group | None, int]) -> str:
-    """What each idea taught, with its rows in every group at that group's cache."""
+    """What each idea showed, with its rows in every group at the cache size of that group."""
     found = [(frontier.points(group), group.config.model.n_experts, C) for group, C in groups if group is not None]
     lines = []
-    for names, words in LESSONS:
-        told = [
-            f"N={N}, C={C}: {'; '.join(_told(p, C) for p in rows)}."
+    for names, lesson in LESSONS:
+        rows = [
+            f"N={N}, C={C}: {'; '.join(_numbers(p, C) for p in shown)}."
             for points, N, C in found
-            if (rows := [p for p in points if p.row.variant.name in names and C in p.fewer])
+            if (shown := [p for p in points if p.row.variant.name in names and C in p.fewer])
         ]
-        if told:
-            lines.append(f"- **{names[0]}**: {words} {' '.join(told)}")
+        if rows:
+            lines.append(f"- **{names[0]}**: {lesson} {' '.join(rows)}")
     return "\n".join(lines) + "\n" if lines else ""
 
 
 def _fits(group: Group | None, smaller: Group | None, capacity: int) -> str:
-    """Mixtures of no more experts than the cache holds, by the gain of the larger one that they keep."""
+    """Mixtures with at most as many experts as slots, by the share of the gain of the larger mixture."""
     if group is None or smaller is None or not (rows := frontier.fitting(group, smaller)):
         return ""
     few, many = smaller.config.model.n_experts, group.config.model.n_experts
     most = 6
-    words = (
-        f"A device that holds {capacity} experts a layer can have a mixture of {few}, which loads nothing after its "
-        f"first tokens. That is what a router over {many} must beat with so strict a cache"
+    text = (
+        f"A device that holds {capacity} experts per layer can run a mixture of {few}, which loads nothing after its "
+        f"first tokens. A router over {many} experts in {capacity} slots must beat it"
         f"{' (the best six)' if len(rows) > most else ''}:\n\n"
     )
     cells = []
@@ -482,15 +492,15 @@ def _fits(group: Group | None, smaller: Group | None, capacity: int) -> str:
         cells.append((f"{row.label}, N={few}", str(kept.n), ppl, f"{100 * kept.mean:.0f}", "first tokens only"))
     ours, alone = _like_recommended(group, alone=False), _like_recommended(smaller, alone=True)
     if alone:
-        words += f"`{alone[0].label}` has a slot for each expert: the recommended router without siblings.\n\n"
+        text += f"`{alone[0].label}` is the recommended router with one expert per slot.\n\n"
     if ours and alone and (seeds := common_seeds(ours[0], alone[0], group.baseline, group.find("dense"))):
         ppl, hit = (ours[0].metric(name, seeds) for name in ("ppl", f"{ALL_SLOTS}{capacity}"))
         kept = kept_gain(ours[0], baseline=group.baseline, dense=group.find("dense"), seeds=seeds)
-        share = NOTHING if kept is None else f"{100 * kept.mean:.0f}"
-        misses = NOTHING if hit is None else f"{1 - hit.mean:.3f}"
+        share = MISSING if kept is None else f"{100 * kept.mean:.0f}"
+        misses = MISSING if hit is None else f"{1 - hit.mean:.3f}"
         cells.insert(0, (f"{ours[0].label}, N={many}", str(len(seeds)), tables.number(ppl, ".2f"), share, misses))
     heads = ("variant", "common seeds", "PPL ↓", f"gain of N={many} kept % ↑", f"misses C={capacity} ↓")
-    return words + tables.markdown(Table("fits", "", heads, tuple(cells))) + "\n"
+    return text + tables.markdown(Table("fits", "", heads, tuple(cells))) + "\n"
 
 
 def _beaten(group: Group | None) -> str:
@@ -502,8 +512,9 @@ def _beaten(group: Group | None) -> str:
         by = frontier.dominators(found, C)
         n = sum(point is not None for point in by.values())
         lines.append(
-            f"- C={C}: {n} of the {len(by)} rows are beaten in perplexity and in misses by one from outside the paper: "
-            "over several common seeds by more than half of the 95 % interval, over one by any amount."
+            f"- C={C}: {n} of the {len(by)} rows are beaten in perplexity and in misses by a row beyond the paper. "
+            "With several common seeds the 95 % intervals of both differences exclude 0; with one, any difference "
+            "counts."
         )
         for label, point in by.items():
             theirs = next(p for p in found if p.row.label == label)
@@ -512,18 +523,18 @@ def _beaten(group: Group | None) -> str:
     table = Table(
         "beaten",
         "",
-        ("the paper's", *(f"beaten at C={C} by (common seeds)" for C in CACHES)),
+        ("row of the paper", *(f"beaten at C={C} by (common seeds)" for C in CACHES)),
         tuple((k, *v) for k, v in rows.items()),
     )
-    words = (
-        "These are the paper's methods run here, at a tenth of its steps, where they stick far less than it reports "
-        "([results](results.md)); its own models are not compared.\n\n"
+    text = (
+        "These are the paper's methods as run here, with a tenth of its steps. In these runs they are far less sticky "
+        "than in the paper ([results](results.md)). The models of the paper itself are not compared.\n\n"
     )
-    return words + "\n".join(lines) + "\n\n" + tables.markdown(table)
+    return text + "\n".join(lines) + "\n\n" + tables.markdown(table)
 
 
 def _table(rows: list[Row], columns: list[tuple[str, str, str]], label: Callable[[Row], str]) -> str:
-    """A line of each row, over the seeds that have the last of its columns."""
+    """One line per row, over the seeds that have the last column."""
     lines = []
     for row in rows:
         seeds = row.by_seed(columns[-1][1])
@@ -545,32 +556,33 @@ def _topical(group: Group | None) -> str:
         ("run length, tokens", "run_length", ".2f"),
     ]
     columns = [column for column in columns if any(row.mean(column[1]) is not None for row in rows)]
-    words = f"{group.title}."
+    text = f"{group.title}."
     if all(metric != "topic_information" for _, metric, _ in columns):
-        words += " This text has no topics, so experts can only be asked for how long they stay and for which words."
-    return f"{words}\n\n" + _table(rows, columns, lambda row: row.label) + _coherence(group.baseline, rows)
+        text += " This corpus has no topics, so only word specialisation and run length are measured."
+    return f"{text}\n\n" + _table(rows, columns, lambda row: row.label) + _coherence(group.baseline, rows)
 
 
 def _coherence(vanilla: Row | None, rows: list[Row]) -> str:
-    """Vanilla against each other row: does who stays longer know more of the topic?"""
+    """Run length and topic information of each row relative to vanilla: do experts that stay longer know the topic?"""
 
-    def asked(row: Row) -> tuple[float, float] | None:
+    def measured(row: Row) -> tuple[float, float] | None:
         run, topic = row.mean("run_length"), row.mean("topic_information")
         return None if run is None or topic is None else (run, topic)
 
-    plain = asked(vanilla) if vanilla is not None else None
+    plain = measured(vanilla) if vanilla is not None else None
     if plain is None:
         return ""
     lines = []
     for row in rows:
-        found = asked(row)
+        found = measured(row)
         if row is not vanilla and found is not None:
-            more = found[1] - plain[1]
-            knows = "about as much" if abs(more) < 0.1 * abs(plain[1]) else "more" if more > 0 else "less"
+            difference = found[1] - plain[1]
+            similar = abs(difference) < 0.1 * abs(plain[1])
+            carries = "about as much" if similar else "more" if difference > 0 else "less"
             seeds = _seeds(len(row.by_seed("topic_information")))
             lines.append(
-                f"- `{row.label}` stays {found[0] / plain[0]:.2f} × as long as vanilla and knows {knows} of the topic: "
-                f"{found[1]:.4f} bits against {plain[1]:.4f} ({seeds})."
+                f"- `{row.label}`: runs are {found[0] / plain[0]:.2f} × as long as in vanilla, and an expert carries "
+                f"{carries} information about the topic: {found[1]:.4f} bits instead of {plain[1]:.4f} ({seeds})."
             )
     return "\n" + "\n".join(lines) + "\n" if lines else ""
 
@@ -585,57 +597,60 @@ def _shared(collection: Collection) -> str:
 
     def pool(row: Row) -> str:
         model = row.runs[0].config.model
-        kind = "universal" if model.universal else f"shared by {model.share_block}" if model.share_block > 1 else "own"
+        blocks = f"shared by {model.share_block} layers" if model.share_block > 1 else "not shared"
+        kind = "universal" if model.universal else blocks
         return f"{kind}, {model.pool_size * model.n_layers // model.layers_per_pool} experts"
 
-    asked = {row.variant.key for g in groups if g.config.model.layers_per_pool > 1 for row in g.routed}
-    rows = [row for g in groups for row in g.routed if row.variant.key in asked]
+    trained = {row.variant.key for g in groups if g.config.model.layers_per_pool > 1 for row in g.routed}
+    rows = [row for g in groups for row in g.routed if row.variant.key in trained]
     rows = [row for row in rows if row.mean("pool_hit_rate_c2") is not None]
     columns = [("PPL ↓", "ppl", ".2f"), ("SR ↓", "switch_rate", ".3f")]
     columns += [(f"pool of {C}·L ↑", f"pool_hit_rate_c{C}", ".3f") for C in CACHES]
     columns += [(f"all C={C} ↑", f"{ALL_SLOTS}{C}", ".3f") for C in CACHES]
-    words = (
-        "One cache for all layers, asked token by token through the layers as in decoding, where a tensor that layers "
-        f"share is one entry; beside it the cache of each layer alone. {max(steps)} steps: leads, not results.\n"
+    text = (
+        "`pool` is one LRU cache for all layers in decode order (token by token through the layers); experts that "
+        "layers share are one entry. `all C` is one cache per layer. "
+        f"{max(steps)} steps: leads, not results.\n"
     )
     table = _table(rows, columns, lambda row: f"{row.label}: {pool(row)}")
-    told = [_cross_layer(row, plain, pool(row)) for row in rows for plain in rows if pool(row) == pool(plain)]
-    return words + "\n" + table + "\n" + "".join(filter(None, told))
+    lines = [_cross_layer(row, plain, pool(row)) for row in rows for plain in rows if pool(row) == pool(plain)]
+    return text + "\n" + table + "\n" + "".join(filter(None, lines))
 
 
 def _cross_layer(row: Row, plain: Row, pool: str) -> str:
-    """What the loss for the same experts in adjacent layers does to one kind of pool."""
+    """The effect of the cross-layer loss on one kind of pool."""
     change, fewer = row.change(plain), row.fewer_misses(plain, "pool_hit_rate_c2")
     if row.variant.name != "cross_layer" or plain.variant.name != "vanilla" or change is None or fewer is None:
         return ""
     as_many = abs(fewer.mean - 1) < 0.005
+    misses = "as many misses as" if as_many else f"{fewer.mean:.2f} × fewer misses than"
     return (
-        f"- {pool}: `{row.label}` has {'as many misses' if as_many else f'{fewer.mean:.2f} × fewer misses'} of 2·L, at "
-        f"{change.mean:+.1f} % of perplexity"
-        f"{'; the pool holds them all' if (plain.mean('pool_hit_rate_c2') or 0.0) > 0.99 else ''}.\n"
+        f"- {pool}: `{row.label}` has {misses} vanilla with 2·L slots, at {change.mean:+.1f} % perplexity"
+        f"{'; the pool holds all experts' if (plain.mean('pool_hit_rate_c2') or 0.0) > 0.99 else ''}.\n"
     )
 
 
-def _signs(collection: Collection) -> str:
-    """What the signs in the rows' names stand for, from the variants themselves."""
-    there = {name for group in collection.groups for row in group.rows for name in row.variant.name.split("+")}
+def _symbols(collection: Collection) -> str:
+    """The symbols in the names of the rows, from the hyper-parameters of their variants."""
+    used = {name for group in collection.groups for row in group.rows for name in row.variant.name.split("+")}
     lines = [
-        "Each is a setting of its variant, as `--variant.budget` of `siblings`; what a name does not say is as given "
-        "here. μ (`mu`) weighs the balance loss.\n"
+        "Each symbol is a hyper-parameter of its variant: B of `siblings` is `--variant.budget`. In brackets are its "
+        "name and its default, which holds if the name of a row does not show the symbol. μ (`mu`) is the weight of "
+        "the load-balancing loss.\n"
     ]
-    for name in filter(there.__contains__, variant_names()):
-        words = dict(re.findall(r"^ +(\w+): (.+)$", variant_class(name).__doc__ or "", re.M))
-        own = [f for f in fields(variant_class(name)) if f.name != "mu"]
-        told = " · ".join(
-            f"{f.metadata.get('symbol', f.name)} (`{f.name}`, {_default(f.default)}) {words[f.name]}" for f in own
+    for name in filter(used.__contains__, variant_names()):
+        shown = " · ".join(
+            f"{hyper.symbol} (`{hyper.name}`, {_default(hyper.default)}) {hyper.help}"
+            for hyper in hypers(name).values()
+            if hyper.name != "mu"
         )
-        if told:
-            lines.append(f"- `{name}`: {told}.")
+        if shown:
+            lines.append(f"- `{name}`: {shown}.")
     return "\n".join(lines) + "\n"
 
 
 def _default(value: object) -> str:
-    return "off" if value is False else "all alike" if value == () else str(value)
+    return "off" if value is False else "1 for every layer" if value == () else str(value)
 
 
 if __name__ == "__main__":
