@@ -1,7 +1,4 @@
-"""docs/performance.md and its plot, from the benchmarks' records: every figure there was measured.
-
-python benchmarks/performance_page.py
-"""
+"""Write docs/performance.md and its plot from the records of the benchmarks: python benchmarks/performance_page.py."""
 
 from __future__ import annotations
 
@@ -44,65 +41,66 @@ def page(record: dict[str, Any]) -> str:
     products = record["breakdown"]["4096"]["matrix products"]
     compiled = record["levers"][1]["timings"]["with compile"]
     return f"""\
-# How fast it is
+# Performance
 
-Made by `python benchmarks/train_throughput.py` and `python benchmarks/performance_page.py` from
-[the record](../benchmarks/train_throughput.json); look at ratios, not at absolute times. Measured on
-{environment["cores"]} cores of {environment["processor"]}, torch {environment["packages"]["torch"]}, commit
-`{(environment["commit"] or "unknown")[:12]}`. Every contestant is a process of its own; they take turns, and the median
-over rounds counts (± half the distance of the quartiles; the record holds every round). A step is forward + backward +
-AdamW of the paper's small model on 16×256 tokens. The rival is Hugging Face's Mixtral of the same width, depth,
-experts and parameter count, with its two ways to run experts, eager and grouped; `plain` is our model without the fast
-path.
+`python benchmarks/train_throughput.py` measures training and writes [the record](../benchmarks/train_throughput.json).
+`python benchmarks/performance_page.py` writes this page from the records. Compare ratios, not absolute times.
 
-## Against targets
+Machine: {environment["cores"]} cores of {environment["processor"]}, torch {environment["packages"]["torch"]}, commit
+`{(environment["commit"] or "unknown")[:12]}`. Each candidate runs in its own process, and the candidates take turns.
+Times are medians over rounds, ± half of the interquartile range; the record has every round. A step is forward +
+backward + AdamW of the paper's small model on 16×256 tokens. The baseline is Hugging Face's Mixtral with the same
+width, depth, experts and parameter count, and both of its expert implementations, eager and grouped. `plain` is our
+model without the fast path.
+
+## Targets
 
 {targets(record)}
-- At the vocabulary of 50,257 the step's matrix products alone, without anything around them, would be {reach:.2f} times
-  as fast as the faster Mixtral; ours runs at {used:.0%} of that floor. The softmax over the vocabulary is the largest
-  part of what lies between.
-- At 4,096 matrix products are {products:.0%} of the step: see where the rest goes below.
+- With a vocabulary of 50,257, the matrix products of the step alone would be {reach:.2f} times as fast as the faster
+  Mixtral. Our step runs at {used:.0%} of the speed of that floor. The softmax over the vocabulary is the largest part
+  of the difference.
+- With a vocabulary of 4,096, matrix products take {products:.0%} of the step. [The profile](#profile-of-a-step) shows
+  the rest.
 
 ## Tokens per second
 
 {rivals(record)}
-`floor` is the step's matrix products alone, at their shapes, into memory that is there already.
+`floor` is the matrix products of the step alone, with the same shapes, into preallocated memory.
 
-## Where the step goes
+## Profile of a step
 
-Share of the time that torch's profiler sees, two threads.
+Share of the time in torch's profiler, two threads.
 
 {parts(record)}
-## What each lever brought
+## Effect of each optimisation
 
-Time of a step with the lever changed over ours of the same round: the median over rounds (its 95 % interval). "no
-difference" is an interval that holds 1: the machine is noisy. `plain` above is without fused head and sorted experts
-both.
+Time of a step with one optimisation changed, divided by the time of our step in the same round: median over rounds
+(95 % interval). "no difference" means that the interval includes 1; the machine is noisy. `plain` above has neither the fused
+head nor sorted experts.
 
 {levers(record)}
-- **Fused head** (`models/head.py`): logits of a few rows at a time, turned into gradients while they are in cache, and
-  never held whole: see the memory column.
-- **Kept memory** (`training/memory.py`): glibc is told, by the program itself, not to return big blocks after every
-  step.
-- **Sorted experts** (`models/moe.py`): rows sorted by expert, gradients written once into their stack. It pays with the
+- **Fused head** (`models/head.py`): computes the logits of a few rows at a time and turns them into gradients while
+  they are in cache. The full logits are never in memory: see the memory column.
+- **Kept memory** (`training/memory.py`): sets an option of glibc, so that large freed blocks stay in the process.
+- **Sorted experts** (`models/moe.py`): sorts rows by expert and writes each gradient once. The benefit grows with the
   number of experts: see below.
-- **torch.compile** takes {compiled["warm_up_s"]:.0f} s to warm up and needs a C++ compiler on the user's machine; it is
-  not used.
-- **Sleeping threads** (`OMP_WAIT_POLICY=passive`) are not used either.
+- **torch.compile** is not used: it takes {compiled["warm_up_s"]:.0f} s to warm up and needs a C++ compiler on the
+  user's machine.
+- **Passive threads** (`OMP_WAIT_POLICY=passive`) are not used.
 
-## The expert layer alone
+## The expert layer
 
-Milliseconds, forward + backward, 4,096 tokens, two experts each.
+Milliseconds for forward + backward of the layer alone, 4,096 tokens, two experts per token.
 
 {experts(record)}
-The model uses rows sorted by expert, with one product per expert and matrix.
+The model uses `sorted`: rows sorted by expert, one matrix product per expert and matrix.
 
-## How the cost grows
+## Scaling
 
 ![Tokens per second against sequence length, experts and vocabulary](growth.svg)
 
 {growth(record)}
-Another race than those above, with fewer rounds: compare within the table.
+These runs had fewer rounds than those above, so compare only within this table.
 """
 
 
@@ -110,15 +108,16 @@ def replay_section(record: dict[str, Any]) -> str:
     main = record["main"]
     goals = [[g["what"], f"{g['value']:.2f}", g["target"], "met" if g["met"] else "missed"] for g in record["targets"]]
     return f"""
-## Replaying a trace
+## Cache replay
 
-Made by `python benchmarks/replay.py` ([record](../benchmarks/replay.json)): a synthetic trace, one expert a request,
-one core. {main["accesses"]:,} accesses over {main["experts"]} experts with {main["capacity"]} slots, per access;
-libCacheSim is called from Python once per request, and by its own whole-trace reader.
+`python benchmarks/replay.py` measures this ([record](../benchmarks/replay.json)) on one core with a synthetic trace,
+one expert per request: {main["accesses"]:,} accesses, {main["experts"]} experts, {main["capacity"]} slots. libCacheSim runs
+in two ways: called from Python once per request (`per request`), and with its own trace reader (`whole`).
 
 {table(["what", "measured", "target", ""], goals)}
 {_replays([main])}
-How it grows with accesses, and with experts (a quarter of them in slots); `curve` is all capacities at once:
+Scaling with the number of accesses and of experts, with slots for a quarter of the experts. `curve` computes all
+capacities at once:
 
 {_replays(record["by accesses"] + record["by experts"])}"""
 
@@ -140,15 +139,15 @@ def _replays(races: list[dict[str, Any]]) -> str:
 
 def report_section(record: dict[str, Any]) -> str:
     return f"""
-## The report
+## Report
 
-`stickymoe report` over {record["runs"]} runs took {record["seconds"]:.1f} s (target 20) and made a page of
-{record["page_bytes"] / 1e6:.2f} MB (target 5), by `python benchmarks/report_page.py`.
+`python benchmarks/report_page.py` measures this: `stickymoe report` on {record["runs"]} runs took
+{record["seconds"]:.1f} s (target 20) and wrote a page of {record["page_bytes"] / 1e6:.2f} MB (target 5).
 """
 
 
 def routers_section(record: dict[str, Any]) -> str:
-    """What each variant adds to a training step and to a decoded token, with 4 and with 16 experts."""
+    """The time that each variant adds to a training step and to a decoded token, with 4 and with 16 experts."""
     races, environment = record["routers"], record["environment"]
     goals = {"training": 0.03, "decoding": 0.01}
     columns = [(race, kind) for kind in goals for race in races]
@@ -156,24 +155,29 @@ def routers_section(record: dict[str, Any]) -> str:
     rows = []
     for variant in variants:
         found = [race[kind]["added"].get(variant) for race, kind in columns]
-        cells = [f"{row['added']:+.2%} ({_interval(row)})" if row else "vanilla's router" for row in found]
+        cells = [f"{row['added']:+.2%} ({_interval(row)})" if row else "same as vanilla" for row in found]
         rows.append([f"`{variant}`", *cells])
-    told = {kind: _against(goal, [race[kind]["added"] for race in races]) for kind, goal in goals.items()}
+    verdicts = {kind: _against(goal, [race[kind]["added"] for race in races]) for kind, goal in goals.items()}
     noise = max(
         abs(row["added"]) for race in races for name, row in race["decoding"]["added"].items() if "vanilla" in name
     )
     token = races[0]["decoding"]["timings"]["decode"]["median_s"] / races[0]["tokens"]
     headings = ["variant", *(f"{kind}, N={race['experts']}" for race, kind in columns)]
     return f"""
-## What a router adds
+## Cost of a router
 
-Its own forward + backward, loss terms included, less vanilla's, over the vanilla training step (target 3 %), and its
-own forward over a decoded token (target 1 %), by `python benchmarks/routers.py` with one thread on
-{environment["processor"]}, commit `{(environment["commit"] or "unknown")[:12]}`: median over rounds (its 95 %
-interval, within a round beside vanilla). Training: {told["training"]}. Decoding: {told["decoding"]}.
-Vanilla's router itself, timed three times, is up to {noise:.2%} off its mean in decoding. A token of
-this small model is decoded in {token * 1e3:.1f} ms; with larger models the share of the router falls. `recommended` is
-what `stickymoe train --recommended` trains.
+`python benchmarks/routers.py` measures the time that a variant adds to vanilla, with one thread on
+{environment["processor"]}, commit `{(environment["commit"] or "unknown")[:12]}`. Training: forward + backward of its
+routers and loss terms, minus those of vanilla, divided by the vanilla training step (target 3 %). Decoding: forward of
+its routers, minus those of vanilla, divided by the time of a decoded token (target 1 %). Both are medians over rounds
+(95 % interval); each round compares with vanilla in the same round.
+
+- Training: {verdicts["training"]}.
+- Decoding: {verdicts["decoding"]}.
+
+The router of vanilla was timed three times; in decoding it is up to {noise:.2%} away from its mean. A token of this
+small model is decoded in {token * 1e3:.1f} ms. In larger models the share of the router is smaller. `recommended` is
+the variant of `stickymoe train --recommended`.
 
 {table(headings, rows)}"""
 
@@ -183,13 +187,13 @@ def _interval(row: dict[str, float]) -> str:
 
 
 def _against(goal: float, races: list[dict[str, dict[str, float]]]) -> str:
-    """Who is over the goal in some race, by the whole interval or by its median alone."""
+    """Which variants exceed the goal, significantly or only in the median."""
     cells = [(f"`{name}`", row) for race in races for name, row in race.items()]
     over = dict.fromkeys(name for name, row in cells if row["low"] > goal)
     near = dict.fromkeys(name for name, row in cells if row["added"] > goal and name not in over)
-    said = [f"over the target {', '.join(over)}"] if over else []
-    said += [f"over it by the median, within chance, {', '.join(near)}"] if near else []
-    return "; ".join(said) or "all at or under the target"
+    parts = [f"{', '.join(over)} exceed the target"] if over else []
+    parts += [f"the median of {', '.join(near)} exceeds the target, not significantly"] if near else []
+    return "; ".join(parts) or "all variants meet the target"
 
 
 def rival_race(record: dict[str, Any], vocab: int) -> dict[str, Any]:

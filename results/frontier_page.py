@@ -383,8 +383,8 @@ def _recommended(*pairs: tuple[Group | None, Group | None]) -> str:
         "experts at the start of a sequence and then at most one every 1/B tokens: at most B/k + (C+1)/(k·T) loads per "
         "access over T tokens. For this bound the runtime must evict the expert that was replaced in its slot. The LRU "
         "cache of the tables does not know the slots and may load more.",
-        "**What it costs**: two small gates in each layer. Decoding stores an average for each slot and expert, and "
-        f"the residents ([time](performance.md)). {_against_hash(key, *(g for g, _ in pairs))}",
+        "**What it costs**: two more small gates in each layer. Decoding stores an average for each slot and expert, "
+        f"and the residents ([time](performance.md)). {_against_hash(key, *(g for g, _ in pairs))}",
         _or_fewer(*pairs),
         "**For your device**: set `--variant.capacity` to C = (memory − other weights) / (layers · bytes of an expert) "
         "and `--variant.budget` to at most B, the loads per token and layer that the wanted speed allows. "
@@ -433,7 +433,7 @@ def _or_fewer(*pairs: tuple[Group | None, Group | None]) -> str:
     )
     return (
         "**Or fewer experts**: with as many experts as slots (`--model.n_experts C`), no slot is shared, and the same "
-        f"router loads nothing after the first tokens. Perplexity of {'; of '.join(lines)}."
+        f"router loads nothing after the first tokens. Perplexity: {'; '.join(lines)}."
         + ("" if all(helps) else f" {lesson}")
     )
 

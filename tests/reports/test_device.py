@@ -30,21 +30,21 @@ def test_curves_and_words_are_the_simulators(tmp_path):
             assert costs.curves[policy].rate(C) == simulate(table, capacity=C, policy=policy).miss_rate
     rates = {policy: simulate(table, capacity=3, policy=policy).miss_rate for policy in ("lru", "lfu", "belady")}
     best = min(("lru", "lfu"), key=rates.__getitem__)
-    ((label, words),) = section.words
+    ((label, words),) = section.summaries
     assert label == "vanilla"
     assert f"with 3 slots a cache: {rates[best]:.1%} misses ({best}), Belady {rates['belady']:.1%}" in words
-    dashed = section.drawings[0][3].to_dict()["encoding"]["strokeDash"]["scale"]
+    dashed = section.figures[0][3].to_dict()["encoding"]["strokeDash"]["scale"]
     assert dashed["domain"] == ["lru", "lfu", "belady"]
     assert len({tuple(dash) for dash in dashed["range"]}) == 3
     assert "2 slots a cache" in words  # half of the experts fit
     assert section.budget == pytest.approx(4 * 2 * costs.trace.expert_bytes + costs.trace.other_bytes)
-    (_, _, caption, _) = section.drawings[1]
-    assert caption.endswith("All weights count, as fp32.")
+    (_, _, caption, _) = section.figures[1]
+    assert caption.endswith("All weights count, in fp32.")
 
 
 def test_a_budget_below_one_slot_is_said_to_fit_nothing(tmp_path):
     write(a_run("vanilla"), tmp_path, words=("one",))
-    ((_, words),) = on_device(group_of(tmp_path), PI, memory=1000.0).words
+    ((_, words),) = on_device(group_of(tmp_path), PI, memory=1000.0).summaries
     assert "No cache fits 1 kB" in words
 
 
@@ -77,7 +77,7 @@ def test_routes_that_cannot_be_read_are_named(tmp_path):
     (broken / "routes" / "header.json").unlink()
     section = on_device(group_of(tmp_path), PI, None)
     assert list(section.costs) == ["vanilla"]
-    (label, words) = section.words[-1]
+    (label, words) = section.summaries[-1]
     assert label == "soft λ=0.1"
-    assert "left out: " in words
+    assert "skipped: " in words
     assert "header.json cannot be read" in words

@@ -49,7 +49,7 @@ def test_a_section_of_the_user_is_in_the_page_the_markdown_and_the_files(runs, t
         assert f"### {title}" in text
     assert "Seeds of &lt;each&gt; row." in page
     assert '<span class="badge does-not-hold">does not hold</span>It has &lt;one&gt;.' in page
-    assert "- **Enough seeds?: does not hold.** It has &lt;one&gt;." in text
+    assert "- **Enough seeds?** (does not hold): It has &lt;one&gt;." in text
     assert "Too few seeds." in page.split("<h2>")[0]
     assert "Too few seeds." in text.split("##")[0]
     assert (tmp_path / "page" / "tables" / "seeds-small-1000.csv").read_text().startswith("variant,seeds\n")

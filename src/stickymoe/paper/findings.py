@@ -105,7 +105,7 @@ def _percent(group: Group, row: Row) -> str:
 
 
 def _reduction(row: Row, base: Row, metric: str = "switch_rate") -> float:
-    """By which share a rate is lower than that of the baseline."""
+    """By which fraction a rate is lower than that of the baseline."""
     value = row.against(base, metric, lambda ours, theirs: 1 - ours / theirs if theirs else 0.0)
     return _measured(value, f"a common seed of {base.label} and {row.label} with {metric}").mean
 
@@ -169,8 +169,8 @@ def _post_hoc(group: Group) -> Decision:
     reduction = _reduction(remoe, base)
     verdict: Verdict = "holds" if reduction < 0.02 else "holds in part" if reduction < 0.1 else "does not hold"
     return verdict, (
-        f"ReMoE trains only the gates in its second phase; after it, it switches {_less(reduction)} than vanilla with "
-        "the same seed (the paper: under 0.5 % less)."
+        f"ReMoE trains only the gates in its second phase. At its end the model switches {_less(reduction)} than "
+        "vanilla with the same seed (the paper: under 0.5 % less)."
     )
 
 
@@ -269,11 +269,10 @@ def _uniform(group: Group) -> Decision:
     base = _row(group, "vanilla")
     near = [r.label for r in rows if _metric(r, "gate_entropy") > 0.99 * bits]
     highest = ", ".join(f"{r.label} {_metric(r, 'gate_entropy'):.3f}" for r in rows[:3])
-    named = f" ({', '.join(near)})" if near else ""
+    named = f" ({', '.join(near)}); utilisation entropy does not show this" if near else ""
     return "measured", (
         f"Mean gate entropy, of {bits:g} bits: vanilla {_metric(base, 'gate_entropy'):.3f}; highest {highest}. "
-        f"{len(near)} of {len(rows)} rows have gates within 1 % of uniform{named}. Utilisation entropy does not show "
-        "this."
+        f"{len(near)} of {len(rows)} rows have gates within 1 % of uniform{named}."
     )
 
 

@@ -1,4 +1,4 @@
-"""The report's section on devices: what the runs' routing costs, for every cache, and the plain answer in words."""
+"""The cost of routing on a device, for the report: misses, speed and working set of each run, and a summary."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from stickymoe.locality.replay import MissCurve, miss_curve
 from stickymoe.locality.streams import Access
 from stickymoe.locality.study import judge, slots_text
 from stickymoe.reports import figures
+from stickymoe.reports.charts import Chart
 from stickymoe.reports.collection import Group, Row
 from stickymoe.reports.tables import ALL_SLOTS, capacities
 from stickymoe.runs.traces import Trace, open_traces
 
-MOST = 6  # runs that can be told apart in one figure
-POLICIES = ("lru", "lfu")  # of those that a device can run, drawn beside the bound
+MOST = 6  # runs that one figure can show legibly
+POLICIES = ("lru", "lfu")  # shown with the bound
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What one run's routing costs: miss curves by policy, the plan for the device, experts in use by window.
+    """What the routing of a run costs: miss curves by policy, the plan for the device, working set by window.
 
-    other: bytes beside the experts
+    other: bytes of all weights outside the experts
     """
 
     trace: Trace
@@ -34,8 +35,8 @@ class Costs:
     other: float
     in_use: list[float]
 
-    def words(self, budget: float) -> str:
-        """Policy or working set, and what the budget gives."""
+    def summary(self, budget: float) -> str:
+        """Whether policy or working set limits the hit rate, and what the memory budget allows."""
         table, lru = self.trace.table, self.curves["lru"]
         capacity = min(table.top_k + 1, table.n_experts)
         rates = {policy: curve.rate(capacity) for policy, curve in self.curves.items()}
@@ -47,7 +48,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """The section: its runs, the device and the bytes it may use; `unread` says why a run's routes were left out."""
+    """The costs of the runs of a group, the device and its memory budget; `unread` says why routes were skipped."""
 
     device: Device
     budget: float
@@ -55,8 +56,8 @@ class OnDevice:
     unread: list[tuple[str, str]]
 
     @property
-    def drawings(self) -> list[tuple[str, str, str, figures.Chart]]:
-        """Short name, title, words and chart of each figure."""
+    def figures(self) -> list[tuple[str, str, str, Chart]]:
+        """Short name, title, note and chart of each figure."""
         if not self.costs:
             return []
         curves = {
@@ -71,20 +72,20 @@ class OnDevice:
             (
                 "miss-curves",
                 "Misses for every cache",
-                "All k experts of a token, policies and the best that any could do (Belady), slots for each layer (or "
-                "each group of layers with the same experts), cold for every sequence.",
+                "All k experts of a token count. Each layer, or each block of layers that share experts, has its own "
+                "cache. Every sequence starts with an empty cache. No policy misses less than Belady.",
                 figures.miss_curves(curves),
             ),
             (
                 "speed",
                 f"Tokens per second on {self.device.name}",
-                f"LRU; the line is the budget, {bytes_text(self.budget)}. {self._counted}",
+                f"LRU. The vertical line is the memory budget, {bytes_text(self.budget)}. {self._counted}",
                 figures.speed(speeds, self.budget),
             ),
             (
                 "working-set",
-                "Experts in use within a window",
-                "How many experts of a layer the tokens of a window need: what a cache must hold to miss nothing.",
+                "Working set",
+                "Distinct experts of a layer in a window of tokens. A cache of this size misses each only once.",
                 figures.working_sets(in_use),
             ),
         ]
@@ -92,15 +93,16 @@ class OnDevice:
     @property
     def _counted(self) -> str:
         alone = [label for label, costs in self.costs.items() if costs.trace.table.other_bytes is None]
-        return "All weights count, as fp32" + (f"; of {', '.join(alone)} the experts alone." if alone else ".")
+        return "All weights count" + (f"; for {', '.join(alone)} only the experts." if alone else ".")
 
     @property
-    def words(self) -> list[tuple[str, str]]:
-        return [(label, costs.words(self.budget)) for label, costs in self.costs.items()] + self.unread
+    def summaries(self) -> list[tuple[str, str]]:
+        """The label of each run and its summary."""
+        return [(label, costs.summary(self.budget)) for label, costs in self.costs.items()] + self.unread
 
 
 def on_device(group: Group, device: Device, memory: float | None) -> OnDevice | None:
-    """The section on a group's runs that kept their routes; `memory` is half of the experts and all else by default."""
+    """The costs of the runs that kept their routes; by default `memory` holds half of the experts and all else."""
     costs: dict[str, Costs] = {}
     unread: list[tuple[str, str]] = []
     for row in _shown(group):
@@ -117,7 +119,7 @@ def on_device(group: Group, device: Device, memory: float | None) -> OnDevice | 
 
 
 def _shown(group: Group) -> list[Row]:
-    """The baseline and the rows that miss least, in the table's order."""
+    """The baseline and the rows with the fewest misses, in the order of the table."""
     kept = [row for row in group.routed if any(run.folder and run.folder.routes.exists() for run in row.complete)]
     most = max(capacities(kept), default=0)
     by_hits = sorted(kept, key=lambda row: (row is not group.baseline, -(row.mean(f"{ALL_SLOTS}{most}") or 0.0)))
@@ -125,7 +127,7 @@ def _shown(group: Group) -> list[Row]:
 
 
 def _costs(row: Row, device: Device) -> tuple[Costs | None, list[str]]:
-    """Of the row's first run whose routes can be read, and why those before it cannot."""
+    """The costs of the first run whose routes can be read, and why earlier runs were skipped."""
     reasons: list[str] = []
     for run in row.complete:
         if run.folder is not None and run.folder.routes.exists():
@@ -133,7 +135,7 @@ def _costs(row: Row, device: Device) -> tuple[Costs | None, list[str]]:
                 (trace,) = open_traces([run.folder.path])
                 return _costs_of(trace, device), reasons
             except StickyError as e:
-                reasons.append(f"left out: {e}")
+                reasons.append(f"skipped: {e}")
     return None, reasons
 
 

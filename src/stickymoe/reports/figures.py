@@ -11,6 +11,7 @@ from stickymoe.reports.charts import (
     FEWEST_MISSES,
     INK,
     MUTED,
+    Chart,
     Points,
     colour_by,
     horizontal_lines,
@@ -21,7 +22,6 @@ from stickymoe.reports.charts import (
     variant_colour,
     variant_style,
 )
-from stickymoe.reports.charts import Chart as Chart  # also for those who draw with this module
 from stickymoe.reports.collection import Group, Row
 from stickymoe.reports.pareto import dominates, pareto_front
 from stickymoe.reports.tables import ALL_SLOTS, capacities
@@ -264,7 +264,7 @@ def switches_and_misses(group: Group) -> Chart | None:
                     "label": row.label,
                     "variant": row.variant.name,
                     "layer": f"L{i}",
-                    "cache": f"all slots, C={C}",
+                    "cache": f"all k experts, C={C}",
                     "sr": rounded(rate, 4),
                     "misses": rounded(1 - hit, 4),
                 }

@@ -106,8 +106,8 @@ class ListPart(Part):
 
     @staticmethod
     def _line(item: Item) -> str:
-        head = f"{clean(item.label)}: {item.badge}." if item.badge else clean(item.label)
-        return f"**{head}** {clean(item.text)}"
+        badge = f" ({item.badge})" if item.badge else ""
+        return f"**{clean(item.label)}**{badge}: {clean(item.text)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The sections of a report. A section is a function of a group of runs and the context that returns parts.
 
     def longest_run(group: Group, context: Context) -> list[Part]:
-        slowest = max(group.runs, key=lambda run: run.config.train.steps)
-        item = Item(slowest.config.variant.label, f"{slowest.config.train.steps} steps")
+        longest = max(group.runs, key=lambda run: run.config.train.steps)
+        item = Item(longest.config.variant.label, f"{longest.config.train.steps} steps")
         return [ListPart(name=f"longest-{context.name}", title="Longest run", items=[item])]
 
     report([Path("runs")], Path("report.html"), sections=[*DEFAULT_SECTIONS, longest_run])
@@ -139,10 +139,10 @@ def device(group: Group, context: Context) -> list[Part]:
         ListPart(
             name=f"device-{context.name}",
             title=f"On a device: {costs.device.name}",
-            items=[Item(label, text) for label, text in costs.words],
+            items=[Item(label, text) for label, text in costs.summaries],
         )
     ]
-    for short, title, note, chart in costs.drawings:
+    for short, title, note, chart in costs.figures:
         parts += _figure(f"{short}-{context.name}", title, note, chart)
     return parts
 
