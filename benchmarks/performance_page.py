@@ -75,8 +75,8 @@ Share of the time in torch's profiler, two threads.
 ## Effect of each optimisation
 
 Time of a step with one optimisation changed, divided by the time of our step in the same round: median over rounds
-(95 % interval). "no difference" means that the interval includes 1; the machine is noisy. `plain` above has neither the fused
-head nor sorted experts.
+(95 % interval). "no difference" means that the interval includes 1; the machine is noisy. `plain` above has neither the
+fused head nor sorted experts.
 
 {levers(record)}
 - **Fused head** (`models/head.py`): computes the logits of a few rows at a time and turns them into gradients while
@@ -111,8 +111,8 @@ def replay_section(record: dict[str, Any]) -> str:
 ## Cache replay
 
 `python benchmarks/replay.py` measures this ([record](../benchmarks/replay.json)) on one core with a synthetic trace,
-one expert per request: {main["accesses"]:,} accesses, {main["experts"]} experts, {main["capacity"]} slots. libCacheSim runs
-in two ways: called from Python once per request (`per request`), and with its own trace reader (`whole`).
+one expert per request: {main["accesses"]:,} accesses, {main["experts"]} experts, {main["capacity"]} slots. libCacheSim
+runs in two ways: called from Python once per request (`per request`), and with its own trace reader (`whole`).
 
 {table(["what", "measured", "target", ""], goals)}
 {_replays([main])}
