@@ -1,4 +1,4 @@
-"""README and guide are made of what is run here: their Python, their commands, their grid, their file tree."""
+"""README and docs are true: their Python, commands, grid and file tree run here, and generated pages follow from records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def commands(page: Path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, corpus):
-    """A folder with what the pages speak of: texts under DIR and WIKITEXT, a foreign trace, runs/soft."""
+    """A folder with the files that the pages name: texts in DIR and WIKITEXT, and a trace of another tool."""
     folder = tmp_path_factory.mktemp("docs")
     for name in ("DIR", "WIKITEXT"):
         (folder / name).symlink_to(corpus)
@@ -51,7 +51,7 @@ def test_commands_work_as_written(page, place, monkeypatch, capsys):
     done = 0
     for command in commands(page):
         if command[0] == "sweep" and "--dry_run" not in command:
-            command += ["--dry_run"]  # hours; test_sweep carries out real ones
+            command += ["--dry_run"]  # a real sweep takes hours; tests/sweeps runs small ones
         assert main(command) == 0, (command, capsys.readouterr().err)
         done += 1
     assert done >= 3
@@ -68,7 +68,7 @@ def test_python_works_as_written(page, place, monkeypatch, capsys):
         exec(compile(block, page.name, "exec"), {})
 
 
-def test_the_guides_grid_is_one(tmp_path):
+def test_the_grid_in_the_guide_is_valid(tmp_path):
     (grid,) = fenced(ROOT / "docs" / "guide.md", "yaml")
     file = tmp_path / "grid.yaml"
     file.write_text(grid)
@@ -76,49 +76,49 @@ def test_the_guides_grid_is_one(tmp_path):
     assert [run.variant.name for run in runs] == ["vanilla", "soft", "soft_hard"]
 
 
-def test_the_page_of_the_frontier_follows_from_the_committed_records(tmp_path):
+def test_the_frontier_page_follows_from_the_committed_records(tmp_path):
     runpy.run_path(str(ROOT / "results" / "frontier_page.py"))["main"](tmp_path)
     assert (tmp_path / "frontier.md").read_text() == (ROOT / "docs" / "frontier.md").read_text()
     drawn = {p.name for p in (tmp_path / "frontier").iterdir()}
     assert drawn == {p.name for p in (ROOT / "docs" / "frontier").iterdir()}
 
 
-def test_the_page_of_speeds_follows_from_the_committed_records(tmp_path):
+def test_the_performance_page_follows_from_the_committed_records(tmp_path):
     runpy.run_path(str(ROOT / "benchmarks" / "performance_page.py"))["main"](tmp_path)
     for page in tmp_path.iterdir():
         assert page.read_text() == (ROOT / "docs" / page.name).read_text()
 
 
 def published():
-    """Of every published run past the paper its steps, variant and model."""
+    """Steps, variant and model of every published run beyond the paper."""
     records = sorted((ROOT / "results" / "frontier").rglob("record.json"))
-    return {told(config_from(RunRecord.read(file).config)) for file in records}
+    return {identity(config_from(RunRecord.read(file).config)) for file in records}
 
 
-def told(config):
+def identity(config):
     return config.train.steps, config.variant.key, config.model
 
 
 def rows_of(grid):
     planned = configs(load_grid(str(grid), GRIDS), seeds=[42], flags=["--data.path", "x"], source="")
-    return {told(run) for run in planned}
+    return {identity(run) for run in planned}
 
 
-def test_every_published_row_past_the_paper_is_in_a_grid():
+def test_every_published_row_beyond_the_paper_is_in_a_grid():
     grids = [*sorted((ROOT / "results" / "frontier").glob("*.yaml")), "sharing"]
     rows = set().union(*map(rows_of, grids))
     assert rows <= published()
     assert published() <= rows | rows_of("frontier")
 
 
-def test_what_is_recommended_is_published():
+def test_the_recommended_variant_is_published():
     recommended = config_from({"preset": "cpu-small", "variant": RECOMMENDED, "data": {"path": "x"}})
-    assert told(recommended) in published()
+    assert identity(recommended) in published()
     assert f"trains `{recommended.variant.label}`" in (ROOT / "docs" / "frontier.md").read_text()
 
 
-def test_what_is_published_of_the_recommended_router_is_what_it_gives_today():
-    """Records of this router from before its numbers changed have other ids."""
+def test_published_records_of_the_recommended_router_have_current_run_ids():
+    """A record from before a change of the numerics has another id."""
     name = config_from({"variant": RECOMMENDED}).variant.label.partition(" ")[0]
     found = [RunRecord.read(file) for file in (ROOT / "results" / "frontier").rglob(f"{name}-*/record.json")]
     assert len(found) > 3
@@ -136,7 +136,7 @@ def test_the_published_results_follow_from_the_committed_records(tmp_path, monke
         assert file.read_text() == (ROOT / "docs" / name).read_text(), name
 
 
-def test_the_labs_device_is_one():
+def test_the_device_profile_in_the_docs_is_valid():
     (profile,) = fenced(ROOT / "docs" / "locality.md", "yaml")
     assert parse_device(profile, "docs").fast_memory == 6e9
 
@@ -149,7 +149,7 @@ def test_the_file_tree_is_true():
     assert all((ROOT / "src" / "stickymoe" / name).exists() for name in named)
 
 
-def test_every_command_and_preset_is_told_of():
+def test_every_command_and_preset_is_documented():
     readme, guide, lab = (page.read_text() for page in PAGES)
     for command in COMMANDS:
         assert f"stickymoe {command}" in readme + guide + lab or f"make {command}" in readme, command
