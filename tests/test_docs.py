@@ -1,4 +1,4 @@
-"""README and docs are true: their Python, commands, grid and file tree run here, and generated pages follow from records."""
+"""README and docs are true: their code, commands, grid and file tree work, and generated pages follow from records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong for a user, each said in one line.
+"""Errors that the user can fix, each with a message of one line.
 
 The command line prints a `StickyError` as one line and exits with code 2; from Python it is an ordinary exception.
 A message says what was given, what was expected and what to do.
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class StickyError(Exception):
-    """Base of every error that is the user's to mend."""
+    """Base of every error that the user can fix."""
 
 
 class ConfigError(StickyError):
@@ -35,11 +35,11 @@ class MissingExtraError(StickyError, ImportError):
 
 
 class DivergedError(StickyError):
-    """The loss stopped being a number."""
+    """The loss is no longer finite."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str], *, or_else: str | None = None) -> str:
-    """One line for a name that is not there: the near names, or else all of them, or `or_else`."""
+    """The message for an unknown name: similar names if there are any, otherwise `or_else` or all known names."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
     if near:
@@ -54,4 +54,4 @@ def require(ok: bool, key: str, given: object, expected: str) -> None:
 
 
 class InterruptedRunError(StickyError):
-    """A run was asked to stop, saved itself and can be resumed."""
+    """A run was interrupted; it is saved and can be resumed."""

@@ -136,7 +136,7 @@ class TestRecommended:
             assert config["model"]["n_experts"] == 16
 
     def test_is_not_what_nothing_asks_for(self, refused: Refused) -> None:
-        refused("train", match=r"Nothing says what to train: try --preset tiny \(seconds\), or see")
+        refused("train", match=r"train: got no settings. Try --preset tiny \(seconds\), or see")
 
     def test_leaves_no_doubt_which_variant_is_meant(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         file = tmp_path / "c.yaml"
@@ -637,7 +637,7 @@ class TestEval:
         self, stopped: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
     ) -> None:
         assert main(["eval", str(stopped), "--checkpoint", "step-000003"]) == 0
-        assert caplog.messages == [f"{stopped} is interrupted, measured at step-000003"]
+        assert caplog.messages == [f"{stopped} is interrupted, evaluated at step-000003"]
         earlier = capsys.readouterr().out
         assert main(["eval", str(stopped)]) == 0
         assert capsys.readouterr().out != earlier

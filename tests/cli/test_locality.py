@@ -196,8 +196,8 @@ def test_refused_in_one_line(argv, says, made, capsys, tmp_path):
         (["trace", "make", "RUN"], r"holds a run, which would be overwritten"),
         (["trace", "make", "RUN/new"], r"holds a run, which would be overwritten"),
         (["trace", "convert", "TRACE/S.npy", "TRACE"], r"holds a trace, which would be overwritten"),
-        (["simulate", "TRACE", "--json", "RUN/record.json"], r"record\.json would be among the files of a run"),
-        (["device", "rtx-4090", "--out", "RUN/config.yaml"], r"config\.yaml would be among the files of a run"),
+        (["simulate", "TRACE", "--json", "RUN/record.json"], r"record\.json would be written into a run folder"),
+        (["device", "rtx-4090", "--out", "RUN/config.yaml"], r"config\.yaml would be written into a run folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -24,5 +24,5 @@ def test_amx_is_done_without_where_a_product_ends_the_process(monkeypatch, produ
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if told is not None:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", told)
-    processor.do_without_missing_amx()
+    processor.disable_missing_amx()
     assert os.environ.get("ONEDNN_MAX_CPU_ISA") == then

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. Nothing heavy is imported before a command needs it."""
+"""The command line: parse, call, print. A command imports what it needs only when it runs."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from stickymoe.extras import extras_for
 HELP = """\
 usage: stickymoe COMMAND [options]
 
-Mixture-of-experts models whose routing stays put.
+Train mixture-of-experts models whose routing stays local, and measure what routing costs on a device.
 
 commands:
   demo       train the paper's variants on the embedded corpus and compare them (about four minutes)
   train      train one variant into a run folder
-  sweep      carry out every run of a grid, such as the paper's table
-  report     put finished runs on a page: tables, figures, the text by its experts
-  frontier   which of them keeps how much of the mixture's gain, at how many misses
-  eval       measure a finished run again
-  simulate   replay a routing trace against expert caches
-  plan       milliseconds and tokens/s of every cache on a device; the smallest that does it
+  sweep      train every row of a grid, such as the paper's table
+  report     show finished runs on a page: tables, figures, a text coloured by expert
+  frontier   show how much of the MoE gain each run keeps, and its misses
+  eval       evaluate a run again, on the validation or test split
+  simulate   replay a routing trace on expert caches and count misses
+  plan       predict tokens/s on a device for every cache size; find the smallest that is fast enough
   device     measure this machine, or show a device profile
-  trace      convert another tool's trace, or make a synthetic one
+  trace      convert a trace of another tool, or make a synthetic one
   variants   list the variants with their equations
 
-stickymoe COMMAND --help tells the options of each. --debug shows tracebacks, --version the version.
+stickymoe COMMAND --help shows the options of a command. --debug shows tracebacks, --version the version.
 """
 
-# Each command and the module of this package that has it, as NAME_command.
+# Each command and the module of this package that defines it, as NAME_command.
 COMMANDS = {
     "demo": "sweeps",
     "train": "train",
@@ -56,7 +56,7 @@ def _command(name: str) -> Callable[[list[str]], None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 on success, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Run a command; returns 0 on success, 2 for an error that the user can fix, 130 after Ctrl-C."""
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [a for a in args if a != "--debug"]

@@ -1,4 +1,4 @@
-"""What every command parses with: argparse whose errors are `StickyError`s, and the types of its options."""
+"""The parser of all commands, and the types of their options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stickymoe.errors import StickyError, unknown
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are `StickyError`s."""
+    """An `ArgumentParser` that raises `StickyError` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise StickyError(f"{message}. See {self.prog} --help.")
@@ -27,7 +27,7 @@ def make_parser(command: str, description: str) -> Parser:
 
 
 def require_settings(parser: Parser, flags: list[str]) -> None:
-    """What is no option of the command must be a setting: a dot in its name, or the seed, or a whole section."""
+    """Refuse flags that are neither options of the command nor settings (`--section.name`, `--section`, `--seed`)."""
     settings = ("--seed", "--data", "--model", "--variant", "--train", "--eval")
     for flag in flags:
         name = flag.partition("=")[0]
@@ -53,4 +53,4 @@ def names(text: str) -> list[str]:
 
 def require_outside_runs(file: Path | None) -> None:
     if file is not None and (file.parent / "record.json").exists():
-        raise StickyError(f"{file} would be among the files of a run. Choose another folder.")
+        raise StickyError(f"{file} would be written into a run folder. Choose another folder.")

@@ -21,7 +21,14 @@ def report_command(argv: list[str]) -> None:
     )
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders that contain runs")
-    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write")
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="page to write (default report.html)",
+    )
     parser.add_argument(
         "--paper", action="store_true", help="add the paper: its numbers, its observations, the MoE gain kept"
     )

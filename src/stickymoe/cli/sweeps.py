@@ -14,7 +14,9 @@ from stickymoe.errors import StickyError
 def demo_command(argv: list[str]) -> None:
     parser = make_parser("demo", "Train the paper's variants on the embedded corpus and compare them.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
-    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="folder for the runs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo"), metavar="DIR", help="folder for the runs (default demo)"
+    )
     args = parser.parse_args(argv)
 
     from stickymoe.paper.demo import demo
@@ -29,14 +31,16 @@ def sweep_command(argv: list[str]) -> None:
     parser.epilog = "Settings of stickymoe train, such as --data.path DIR, apply to every run."
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("grid", metavar="GRID", help=f"{', '.join(GRIDS)}, or a YAML file")
-    parser.add_argument("--seeds", type=numbers, default=[42], metavar="LIST", help="separated by commas (default 42)")
-    parser.add_argument("--rows", metavar="LIST", help="run only these variants or labels, separated by commas")
+    parser.add_argument(
+        "--seeds", type=numbers, default=[42], metavar="LIST", help="comma-separated seeds (default 42)"
+    )
+    parser.add_argument("--rows", metavar="LIST", help="run only these rows: comma-separated variants, labels or keys")
     parser.add_argument(
         "--jobs",
         type=int,
         default=os.cpu_count() or 1,
         metavar="N",
-        help="parallel runs",
+        help="runs in parallel (default: one per core)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the runs (default runs/GRID)")
     parser.add_argument("--dry_run", action="store_true", help="list the runs and exit")

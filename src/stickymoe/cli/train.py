@@ -20,7 +20,7 @@ def train_command(argv: list[str]) -> None:
     from stickymoe.runs.presets import PRESETS, RECOMMENDED
 
     if not argv:
-        raise StickyError("Nothing says what to train: try --preset tiny (seconds), or see stickymoe train --help.")
+        raise StickyError("train: got no settings. Try --preset tiny (seconds), or see stickymoe train --help.")
     parser = make_parser("train", "Train one variant into a run folder.")
     options = parser.add_argument_group("run")
     options.add_argument("-h", "--help", action="store_true", help="show this help and exit")
@@ -29,18 +29,20 @@ def train_command(argv: list[str]) -> None:
         "--variant",
         "--variant.name",
         metavar="NAME",
-        help="what to train; stickymoe variants lists them, --variant NAME --help tells the settings of one",
+        help="variant to train; stickymoe variants lists all, --variant NAME --help shows the settings of one",
     )
     options.add_argument(
         "--recommended",
         action="store_true",
         help="train the router that docs/frontier.md recommends",
     )
-    options.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, over the preset's")
+    options.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings; overrides the preset")
     options.add_argument("--out", type=Path, metavar="DIR", help="run folder (default runs/VARIANT-HASH)")
-    options.add_argument("--resume", action="store_true", help="go on with an unfinished run in --out")
+    options.add_argument("--resume", action="store_true", help="resume the unfinished run in --out")
     options.add_argument("--checkpoint", metavar="NAME", help="resume from this checkpoint, not the newest")
-    options.add_argument("--first_phase", type=Path, metavar="DIR", help="finished run to begin from (remoe: vanilla)")
+    options.add_argument(
+        "--first_phase", type=Path, metavar="DIR", help="finished run to use as the first phase (remoe: vanilla)"
+    )
     options.add_argument("--quiet", action="store_true", help="no progress display")
     options.add_argument("--print_config", action="store_true", help="print the whole config as YAML and exit")
     args, flags = parser.parse_known_args(argv)
@@ -72,14 +74,14 @@ def train_command(argv: list[str]) -> None:
 
 
 def _train_config(args: argparse.Namespace, flags: list[str]) -> RunConfig:
-    """Flags over --config over --preset; a bare `--resume --out DIR` takes the folder's own config."""
+    """Flags override --config, which overrides --preset. `--resume --out DIR` alone uses the config of the folder."""
     from stickymoe.errors import RunError
     from stickymoe.runs.record import RunRecord
     from stickymoe.runs.settings import config_from, read_config
 
     file = args.config
     if args.checkpoint and not args.resume:
-        raise StickyError(f"--checkpoint {args.checkpoint} chooses where to go on from: add --resume.")
+        raise StickyError(f"--checkpoint {args.checkpoint}: expected together with --resume; add --resume.")
     if args.resume and file is None and args.preset is None:
         if args.out is None:
             raise StickyError("--resume needs the run folder: add --out DIR.")
@@ -88,8 +90,10 @@ def _train_config(args: argparse.Namespace, flags: list[str]) -> RunConfig:
             if not (args.out / "record.json").exists():
                 raise RunError(f"There is no run to resume in {args.out}: start one without --resume.")
             if args.variant or args.recommended:
-                raise StickyError(f"--resume goes on with the variant of {args.out}: leave out the other one.")
-            return config_from(RunRecord.read(args.out / "record.json").config, flags)  # killed between the two
+                raise StickyError(f"--resume uses the variant of {args.out}: omit --variant and --recommended.")
+            return config_from(
+                RunRecord.read(args.out / "record.json").config, flags
+            )  # killed before config.yaml was written
     return read_config(flags, preset=args.preset, variant=args.variant, recommended=args.recommended, file=file)
 
 
@@ -109,12 +113,12 @@ def _print_train_help(parser: argparse.ArgumentParser, preset: str | None, varia
 
 
 def eval_command(argv: list[str]) -> None:
-    parser = make_parser("eval", "Measure a run's model again, on its validation or test split.")
+    parser = make_parser("eval", "Evaluate the model of a run again, on its validation or test split.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("run", type=Path, metavar="DIR", help="run folder")
-    parser.add_argument("--split", choices=("valid", "test"), default="valid")
-    parser.add_argument("--checkpoint", metavar="NAME", help="this checkpoint, not the newest")
-    parser.add_argument("--data.path", dest="path", metavar="DIR", help="where the run's corpus lies now")
+    parser.add_argument("--split", choices=("valid", "test"), default="valid", help="default valid")
+    parser.add_argument("--checkpoint", metavar="NAME", help="evaluate this checkpoint, not the newest")
+    parser.add_argument("--data.path", dest="path", metavar="DIR", help="folder of the corpus, if it was moved")
     args = parser.parse_args(argv)
 
     from stickymoe.training.restore import evaluate_run
@@ -136,17 +140,18 @@ def variants_command(argv: list[str]) -> None:
     for name in variant_names():
         cls = variant_class(name)
         defaults = "  ".join(
-            f"--variant.{hyper.name} {hyper.default}{_sign(hyper.name, hyper.symbol)}"
+            f"--variant.{hyper.name} {hyper.default}{_symbol(hyper.name, hyper.symbol)}"
             for hyper in hypers(name).values()
         )
         summary = (cls.__doc__ or "").strip().splitlines()[0]
         console.print(f"[bold]{name}[/bold]  {escape(summary)}", soft_wrap=True)
         console.print(f"    {cls.equation}\n    {defaults}", markup=False, soft_wrap=True)
     console.print(
-        "\nThey combine by name: --variant smooth+residency+soft has the settings of all three.", soft_wrap=True
+        "\nNames joined by + combine variants: --variant smooth+residency+soft has the settings of all three.",
+        soft_wrap=True,
     )
 
 
-def _sign(name: str, symbol: str) -> str:
-    """How a setting is written in equations and labels, where that is not its name."""
+def _symbol(name: str, symbol: str) -> str:
+    """The symbol in brackets, unless it equals the name."""
     return "" if symbol.replace(" ", "_") == name else f" ({symbol})"

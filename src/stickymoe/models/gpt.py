@@ -26,7 +26,7 @@ from stickymoe.runs.config import ModelConfig
 
 @dataclass
 class LayerCache:
-    """What one layer remembers of the tokens so far."""
+    """The state of one layer after the tokens so far."""
 
     keys: Float[Tensor, "B heads P dh"]
     values: Float[Tensor, "B heads P dh"]
@@ -39,7 +39,7 @@ class LayerCache:
 
 @dataclass
 class DecodeCache:
-    """What the model remembers of the tokens so far: keys, values and router state of every layer."""
+    """The state of the model after the tokens so far: keys, values and router state of every layer."""
 
     layers: list[LayerCache | None]
     position: Int[Tensor, "B P"] | None = None
@@ -67,7 +67,7 @@ class DecodeCache:
 
 @dataclass(frozen=True)
 class Output:
-    """The mean loss if targets were given, else logits; and the trace if anything was routed."""
+    """The mean loss if targets were given, otherwise the logits; and the trace, None for the dense control."""
 
     loss: Float[Tensor, ""] | None
     logits: Float[Tensor, "B T V"] | None
@@ -76,7 +76,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Context:
-    """What every layer reads beside the residual stream."""
+    """What every layer reads in addition to the residual stream."""
 
     tokens: Int[Tensor, "B T"]
     position: Int[Tensor, "B T"]
@@ -106,10 +106,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then experts (or a dense network), then the variant's part beside them, if it has one."""
+    """Attention, then experts (or a dense network), then the side part of the variant if it has one."""
 
     def __init__(self, config: ModelConfig, parts: LayerParts, fast: bool, below: Experts | None) -> None:
-        """`below` are the experts of the layer below, if this one uses the same."""
+        """`below` are the experts of the previous layer if this layer shares them."""
         super().__init__()
         d, N = config.d_model, config.pool_size
         self.attention_norm = nn.LayerNorm(d)
@@ -127,7 +127,7 @@ class Block(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T d"], context: Context, past: LayerCache | None
     ) -> tuple[Float[Tensor, "B T d"], Routing | None, LayerCache]:
-        """The residual stream after the layer, what was routed, and what the next tokens need."""
+        """The residual stream after the layer, the routing, and the state for the next tokens."""
         out, attended, cache = self.attention(self.attention_norm(x), context.attention_mask, past)
         x = x + out
         seen = RouterInput(self.ffn_norm(x), attended, context.tokens, context.position, context.doc, context.boundary)
@@ -149,9 +149,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model is handed the parts of each layer by `make_parts(layer)`: its rule, or none for the dense control.
+    """The model. `make_parts(layer)` returns the parts of each layer: its rule, or none for the dense control.
 
-    `fast=False` takes the plain path through experts and head, the reference of the fast one.
+    `fast=False` uses the plain path for experts and head, which is the reference for the fast path.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class GPT(nn.Module):
         """One pass over `tokens`, which continue those in `cache`; the cache is updated in place.
 
         `mask` marks real tokens (bool, or 0 and 1), which come first in a row. `doc` keeps attention, positions and
-        routing inside documents. `boundary` marks the first tokens of sentences. Targets of −100 do not count.
+        routing inside documents. `boundary` marks the first tokens of sentences. Targets of −100 are ignored.
         """
         mask = None if mask is None else mask.bool()
         _require_supported(tokens, mask, doc, cache)
@@ -283,7 +283,7 @@ class GPT(nn.Module):
 
 
 def _require_supported(tokens: Tensor, mask: Tensor | None, doc: Tensor | None, cache: DecodeCache | None) -> None:
-    """Refuse input that would be routed or attended to wrongly."""
+    """Refuse input that routing or attention would treat wrongly."""
     if tokens.numel() == 0:
         raise ConfigError(f"tokens: got {list(tokens.shape)}, expected at least one sequence of one token.")
     if mask is not None and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
@@ -300,7 +300,7 @@ def _require_supported(tokens: Tensor, mask: Tensor | None, doc: Tensor | None, 
 def _stack(
     routed: list[Routing | None], mask: Bool[Tensor, "B T"], doc: Tensor | None, boundary: Tensor | None
 ) -> RoutingTrace | None:
-    """The layers' routings as one trace; None where nothing was routed."""
+    """The routing of all layers as one trace; None if no layer routes."""
     layers = [(layer, r) for layer, r in enumerate(routed) if r is not None]
     if not layers:
         return None
@@ -330,5 +330,5 @@ def _attention_mask(
         return causal[None, None]
     known = doc if cache is None or cache.doc is None else torch.cat([cache.doc, doc], dim=1)
     changes = F.pad(known[:, 1:] != known[:, :-1], (1, 0))
-    document = changes.cumsum(1)  # renumbered: a number that occurs again is another document
+    document = changes.cumsum(1)  # renumbered: the same number later in the row is another document
     return (causal & (document[:, P:, None] == document[:, None, :]))[:, None]

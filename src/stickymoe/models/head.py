@@ -1,8 +1,8 @@
-"""The output head: logits against the tied embedding, and their cross-entropy without ever holding them all.
+"""The output head: cross-entropy of the logits of the tied embedding, without all logits in memory.
 
-With 50,257 tokens and a width of 128 this is most of a training step. `linear_cross_entropy` takes a few rows at a
-time, small enough to stay in cache, and turns each chunk of logits into its share of the gradients at once: three
-matrix products in all, as many as the plain way, and no tensor of the size of the logits.
+With 50,257 tokens and a width of 128 this is most of a training step. `linear_cross_entropy` computes the logits of a
+few rows at a time, so that they stay in cache, and turns them into gradients at once. It needs three matrix products,
+as many as the plain path, and no tensor with the size of all logits.
 
 n rows, d width, V vocabulary, c rows of a chunk.
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-IGNORED = -100  # targets that do not count
-CHUNK_ELEMENTS = 8 << 20  # logits held at a time: fewer, and each product is too thin; more, and they leave the cache
+IGNORED = -100  # a target with this value is ignored
+CHUNK_ELEMENTS = 8 << 20  # logits per chunk: with fewer, products are too small; with more, they leave the cache
 
 
 def plain_cross_entropy(
     h: Float[Tensor, "n d"], weight: Float[Tensor, "V d"], targets: Int[Tensor, " n"]
 ) -> Float[Tensor, ""]:
-    """The reference: all logits at once. Mean over targets that count; NaN if there is none."""
+    """The reference: all logits at once. Mean over the targets that are not ignored; NaN without any."""
     logits = F.linear(h, weight)
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, ignore_index=IGNORED)
 
@@ -42,7 +42,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are computed in the forward pass, where each chunk's logits are at hand."""
+    """Gradients are computed in the forward pass, where the logits of each chunk are available."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -62,16 +62,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _loss_and_gradients(
     h: Tensor, weight: Tensor, targets: Tensor, *, by_h: bool, by_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Mean loss, and its gradients by `h` and `weight` as asked for.
+    """Mean loss, and its gradients with respect to `h` and `weight` if requested.
 
-    The gradient of a row's loss by its logits is p − 1[target], with p the softmax; it takes the place of the logits.
+    The gradient with respect to the logits of a row is p − 1[target], where p is the softmax; it overwrites the logits.
     """
     wide = torch.promote_types(h.dtype, torch.float32)
     (n, d), V = h.shape, weight.shape[0]
     counts = targets != IGNORED
     if bool(((targets < 0) & counts).any()) or bool((targets >= V).any()):
         raise IndexError(f"targets must be in 0 … {V - 1}, or {IGNORED} to be ignored")
-    scale = (counts.to(wide) / counts.sum())[:, None]  # of the mean, and 0 for rows that do not count
+    scale = (counts.to(wide) / counts.sum())[:, None]  # 1 / number of targets, 0 for ignored rows
     safe = targets.clamp(min=0)[:, None]
     rows = min(max(CHUNK_ELEMENTS // V, 1), n)
     nats = torch.empty(n, 1, dtype=wide, device=h.device)
@@ -96,7 +96,7 @@ def _loss_and_gradients(
             else:
                 dweight += torch.mm(error.t(), weighted)
     lost = nats.isinf().squeeze(1)
-    if bool(lost.any()):  # p of the target underflowed: these few rows by their logarithm
+    if bool(lost.any()):  # p of the target underflowed in these few rows: use log-softmax
         exact = torch.mm(h[lost], weight.t()).to(wide).log_softmax(1)
         nats[lost] = -exact.gather(1, safe[lost])
     return (

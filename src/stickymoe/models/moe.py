@@ -22,7 +22,7 @@ from stickymoe.routing.ties import TiedExperts
 
 
 class Router(nn.Module):
-    """eq:gate. A gate and a rule; the gate computes in fp32 or wider, whatever the model computes in."""
+    """eq:gate. A gate and a rule. The gate computes in fp32 or wider, also if the model computes in bf16."""
 
     def __init__(self, d_model: int, n_experts: int, rule: RoutingRule, *, gate_only: bool = False) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Router(nn.Module):
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Nothing where autocast is off: entering it costs a decoded token more than its routing."""
+    """A context without autocast. If autocast is off, it does nothing: switching costs more than routing one token."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
@@ -120,7 +120,7 @@ def plain_experts(
     down: Float[Tensor, "N d f"],
     down_bias: Float[Tensor, "N d"],
 ) -> Float[Tensor, "n d"]:
-    """eq:moe_output. The reference: expert by expert, as the equation reads."""
+    """eq:moe_output. The reference: one expert after another, as in the equation."""
     y = torch.zeros_like(h)
     # One unbind: indexing the stack per expert would allocate a full-size gradient for each.
     weights = zip(*(p.unbind() for p in (up, up_bias, down, down_bias)), strict=True)
@@ -140,7 +140,7 @@ def sorted_experts(
     down: Float[Tensor, "N d f"],
     down_bias: Float[Tensor, "N d"],
 ) -> Float[Tensor, "n d"]:
-    """eq:moe_output. The fast path: rows sorted by expert, one product per expert and matrix, into shared memory."""
+    """eq:moe_output. The fast path: rows sorted by expert, one product per expert and matrix, into one buffer."""
     if torch.is_autocast_enabled(h.device.type):
         dtype = torch.get_autocast_dtype(h.device.type)
         h, w, up, up_bias, down, down_bias = (x.to(dtype) for x in (h, w, up, up_bias, down, down_bias))
@@ -219,7 +219,7 @@ def _groups(counts: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 class MoE(nn.Module):
-    """A router and its experts. `shared` experts belong to an earlier layer, which counts and saves them."""
+    """A router and its experts. `shared` experts belong to an earlier layer, which owns their parameters."""
 
     experts: Experts
 

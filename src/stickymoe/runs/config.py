@@ -9,25 +9,25 @@ from stickymoe.errors import require
 from stickymoe.variants import Phase, Variant, variant
 from stickymoe.variants.vanilla import Vanilla
 
-# Hyper-parameters that were renamed: earlier name → present name. Old flags, YAML files and records keep working, and
-# run ids are still computed from the earlier names.
+# Renamed hyper-parameters: earlier name → current name. Old flags, YAML files and records keep working, and run ids
+# are still computed from the earlier names.
 RENAMED = {"kin": "shared_gradient", "apart": "untie_after", "rise": "anneal"}
 
 
 def current_names(variant: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a variant under their present names."""
+    """The settings of a variant under their current names."""
     return {RENAMED.get(name, name): value for name, value in variant.items()}
 
 
 def earlier_names(variant: dict[str, Any]) -> dict[str, Any]:
     """The settings of a variant under the names that run ids are computed from."""
-    earlier = {present: name for name, present in RENAMED.items()}
+    earlier = {current: name for name, current in RENAMED.items()}
     return {earlier.get(name, name): value for name, value in variant.items()}
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text and how it becomes tokens.
+    """The text and its tokens.
 
     Args:
         corpus: a named corpus: factbook (embedded) or wikitext-2 (from the hub)
@@ -64,8 +64,8 @@ class ModelConfig:
         top_k: experts per token k
         d_ff: width of one expert
         seq_len: tokens per sequence T
-        share_block: layers that share one set of experts; 1 for none, n_layers for one set in all
-        universal: one pool of n_experts × n_layers that every layer routes over
+        share_block: number of adjacent layers that share one set of experts; 1 for no sharing
+        universal: one pool of n_experts × n_layers experts for all layers
     """
 
     d_model: int = 128
@@ -104,7 +104,7 @@ class ModelConfig:
 
     @property
     def layers_per_pool(self) -> int:
-        """Adjacent layers that use the same expert weights."""
+        """Number of adjacent layers that use the same expert weights."""
         return self.n_layers if self.universal else self.share_block
 
 
@@ -121,8 +121,8 @@ class TrainConfig:
         warmup: steps of linear warm-up
         beta1: AdamW β₁
         beta2: AdamW β₂
-        weight_decay: on matrices and embeddings
-        clip: largest global gradient norm
+        weight_decay: weight decay of matrices and embeddings
+        clip: maximum global gradient norm
         precision: fp32 or bf16
         log_every: steps between lines of metrics.jsonl
         eval_every: steps between evaluations
@@ -172,11 +172,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """How a model is measured.
+    """How a model is evaluated.
 
     Args:
         batch_size: sequences per forward pass
-        capacities: cache slots per layer for the all-slots hit rates
+        capacities: slots per layer for the hit rates of all k experts
     """
 
     batch_size: int = 16
@@ -190,7 +190,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. `data`, `model`, `train` and `eval` are plain settings; `variant` says what is trained."""
+    """The config of one run. `data`, `model`, `train` and `eval` are plain settings; `variant` is the method."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -209,7 +209,7 @@ class RunConfig:
 
     @property
     def total_steps(self) -> int:
-        """Over all phases of the variant."""
+        """Steps of all phases of the variant."""
         return sum(self.steps_of(phase) for phase in self.variant.phases())
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Versions and machine behind a run, for its record. Nothing here loads torch."""
+"""Versions and machine of a run, for its record. Nothing here loads torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def continued(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The environment of a run that goes on: where it changed on the way, what it began as is kept."""
+def resumed_environment(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The environment of a resumed run; if it has changed, `began_as` holds the one that the run started in."""
     unchanged = {key: value for key, value in before.items() if key != "began_as"} == now
     return before if unchanged else now | {"began_as": before}
 
@@ -37,12 +37,12 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree this package runs from, marked if the package was changed since; else None."""
+    """The commit of the source tree of this package, marked if files were changed; None outside a repository."""
     source = Path(__file__)
     package = source.parents[1]
 
-    def git(*ask: str) -> str:
-        done = subprocess.run(["git", "-C", str(package), *ask], capture_output=True, text=True, check=True)
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     try:

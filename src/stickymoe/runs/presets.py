@@ -22,7 +22,7 @@ _PAPER = {
     "data": {"corpus": "wikitext-2", "tokenizer": "gpt2"},
     "train": {"steps": 10_000, "warmup": 500, "eval_every": 1000, "checkpoint_every": 500},
 }
-# The same models where the whole table runs on two cores.
+# The same models with a schedule that two cores can run for the whole table.
 _CPU = {
     "data": {"corpus": "wikitext-2", "tokenizer": "bpe", "vocab_size": 4096},
     "train": {"steps": 1000, "warmup": 50, "eval_every": 250, "checkpoint_every": 100},
@@ -58,15 +58,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "cpu-small": {"model": _SMALL, **_CPU},
     "cpu-medium": {"model": _MEDIUM, **_CPU},
-    # Nearer to real models: a cache of 4 holds twice the active experts of 16. As many active weights as cpu-small.
+    # Closer to real models: a cache of 4 holds twice the active experts. It has as many active weights as cpu-small.
     "cpu-16": {"model": {**_SMALL, "n_experts": 16}, **_CPU, "eval": {"capacities": [2, 3, 4]}},
     "paper-small": {"model": _SMALL, **_PAPER},
     "paper-medium": {"model": _MEDIUM, **_PAPER},
 }
 
-# The router to take: docs/frontier.md says what it buys and costs.
+# The recommended router: docs/frontier.md shows what it gains and costs.
 RECOMMENDED: dict[str, Any] = {"name": "siblings", "token": True, "hashed": True}
-RECOMMENDED_SIZES: dict[str, dict[str, Any]] = {"cpu-16": {"capacity": 4, "budget": 0.1}}  # where others were tried
+RECOMMENDED_SIZES: dict[str, dict[str, Any]] = {"cpu-16": {"capacity": 4, "budget": 0.1}}  # where it was tested
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From a config to the model at its first step, and the devices it runs on."""
+"""Build the model of a config at its first step, and set up its devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from stickymoe.errors import ConfigError
 from stickymoe.models.gpt import GPT
 from stickymoe.runs.config import RunConfig
-from stickymoe.training.processor import do_without_missing_amx
+from stickymoe.training.processor import disable_missing_amx
 from stickymoe.variants import Site
 
 
@@ -16,7 +16,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     """Device, precision and processes of a run."""
     accelerator = Accelerator(mixed_precision="bf16" if config.train.precision == "bf16" else "no")
     if config.train.precision == "bf16" and accelerator.device.type == "cpu":
-        do_without_missing_amx()
+        disable_missing_amx()
     return accelerator
 
 

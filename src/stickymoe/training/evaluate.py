@@ -1,4 +1,4 @@
-"""One pass over a split: every target predicted once, and the routing of every token measured."""
+"""Evaluation: one pass over a split that predicts every target once and measures the routing of every token."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from stickymoe.runs.config import RunConfig
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`metrics` and `per_layer` are JSON-ready: what is not a number is None. No table for the dense control.
+    """The results of an evaluation. `metrics` and `per_layer` are JSON-ready: None if not finite.
 
-    `nats` is the mean loss, whatever it is.
+    `nats` is the mean loss, which may be infinite or NaN. The dense control has no table.
     """
 
     nats: float
@@ -49,8 +49,7 @@ def evaluate(
 ) -> Evaluation:
     """Perplexity, bits per byte, every locality metric and the unweighted loss `terms` of `model` on `split`.
 
-    The terms are those of the variant's last phase unless given; one is the mean of its values on the batches, by
-    their tokens.
+    By default the terms are those of the last phase. The value of a term is its mean over batches, weighted by tokens.
     """
     T = config.model.seq_len
     device = model.token_embedding.weight.device
@@ -75,7 +74,7 @@ def evaluate(
                     losses[symbol] += float(value) * int(batch.mask.sum())
 
     if n_targets == 0:
-        raise DataError("Nothing to evaluate: no token of the text has a successor in its document.")
+        raise DataError("Nothing to evaluate: every document of the text has fewer than 2 tokens.")
     values: dict[str, Any] = {
         "ppl": math.exp(nats / n_targets) if nats / n_targets < 700 else None,
         "bits_per_byte": _number(nats / math.log(2) / n_bytes),

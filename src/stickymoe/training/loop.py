@@ -25,7 +25,7 @@ from stickymoe.data.tokens import TokenData, load_tokens
 from stickymoe.errors import ConfigError, DataError, DivergedError, InterruptedRunError, RunError, StickyError
 from stickymoe.locality.formats import save_table
 from stickymoe.runs.config import RunConfig
-from stickymoe.runs.environment import continued, describe_environment
+from stickymoe.runs.environment import describe_environment, resumed_environment
 from stickymoe.runs.folder import RunFolder, checkpoint_name, run_id
 from stickymoe.runs.record import RunRecord, earlier_run
 from stickymoe.training.build import build_model, make_accelerator
@@ -94,7 +94,7 @@ def train(
         if earlier is not None and earlier.status == "complete":
             return earlier
         if earlier is not None:
-            record = replace(record, environment=continued(earlier.environment, record.environment))
+            record = replace(record, environment=resumed_environment(earlier.environment, record.environment))
         run = _Run(config, data, folder, record, accelerator, quiet)
         return run.execute(checkpoint, first_phase)
 

@@ -1,6 +1,6 @@
-"""Memory that stays: glibc is told not to hand big blocks back to the system after every step.
+"""Keep freed memory in the process: set glibc so that it does not return large blocks to the system.
 
-By default it maps each large tensor afresh and unmaps it when freed, and the kernel must zero every page again.
+By default glibc maps every large tensor anew and unmaps it when freed, and the kernel must zero every page again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory in the process from here on; False where the C library has no such setting."""
+    """Keep freed memory in the process from now on; returns False if the C library has no such setting."""
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

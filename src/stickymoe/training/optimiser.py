@@ -86,9 +86,9 @@ def clip_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter],
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Of the update with zero-based index `step`: linear warm-up, then cosine down to `final_lr` of the peak."""
+    """The learning rate of update `step` (zero-based): linear warm-up, then cosine down to `final_lr` of the peak."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    share = (step + 1 - config.warmup) / max(config.steps - config.warmup, 1)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+    progress = (step + 1 - config.warmup) / max(config.steps - config.warmup, 1)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     return config.lr * (config.final_lr + (1 - config.final_lr) * cosine)

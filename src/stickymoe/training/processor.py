@@ -1,4 +1,4 @@
-"""Instructions that a processor announces and does not have."""
+"""Work around processors that report instructions which they do not have."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sys
 _PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 
 
-def do_without_missing_amx() -> None:
-    """Some virtual machines announce AMX without having it, and the first product in bf16 would end the process.
+def disable_missing_amx() -> None:
+    """Disable AMX in oneDNN if the processor reports it but cannot run it, unless the user has set the option.
 
-    A child tries one; if that ends it, oneDNN is told to do without, unless the user told it something already.
+    Some virtual machines do so, and the first bf16 product kills the process. So a child process tries one first.
     """
     if "ONEDNN_MAX_CPU_ISA" not in os.environ:
         tried = subprocess.run([sys.executable, "-c", _PRODUCT], capture_output=True, check=False)

@@ -1,4 +1,4 @@
-"""How a run shows itself while it works: loss terms, tokens per second, time left."""
+"""The progress of a run on the terminal: loss terms, tokens per second, time left."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Display:
-    """A live bar on a terminal, and a line now and then elsewhere."""
+    """A live bar on a terminal; elsewhere a line every few seconds."""
 
-    LINE_EVERY = 15.0  # seconds, where there is no terminal
+    LINE_EVERY = 15.0  # seconds, without a terminal
 
     def __init__(self, title: str, steps: int, done: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -50,14 +50,12 @@ class Display:
         if not self._console.is_terminal and (now - self._last_line > self.LINE_EVERY or step == self._steps):
             self._last_line = now
             left = (now - self._started) / max(step - self._start_step, 1) * (self._steps - step)
-            self.say(f"{self._title}  {step}/{self._steps}  {text}  {left:.0f} s left")
-
-    def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            line = f"{self._title}  {step}/{self._steps}  {text}  {left:.0f} s left"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class Clock:
-    """Training speed over the steps since the last pause."""
+    """Training speed over all steps, without pauses."""
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens = tokens_per_step

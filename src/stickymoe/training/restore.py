@@ -1,4 +1,4 @@
-"""A finished or unfinished run taken up again from its folder, to measure its model."""
+"""Evaluate the model of a run from its folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def evaluate_run(
     checkpoint: str | None = None,
     data_path: str | None = None,
 ) -> RunRecord:
-    """The run's record with the metrics of its newest or named checkpoint on `split`, measured now."""
+    """The record of a run with new metrics: those of its newest or named checkpoint on `split`."""
     folder = RunFolder(run)
     record = RunRecord.read(folder.record)
     config = read_config(file=folder.config)
@@ -36,16 +36,16 @@ def evaluate_run(
     data = load_tokens(config.data)
     if data.fingerprint != record.data["fingerprint"]:
         raise RunError(
-            f"{run} was trained on other data than is found now (fingerprint {record.data['fingerprint'][:12]}, "
-            f"here {data.fingerprint[:12]}). Pass its corpus with --data.path."
+            f"{run} was trained on data with fingerprint {record.data['fingerprint'][:12]}, but the data found now has "
+            f"{data.fingerprint[:12]}. Pass the original corpus with --data.path."
         )
     if run_id(config, data.fingerprint) != record.run_id:
         raise RunError(
-            f"{folder.config} is not the config that {run} was trained with (run id {record.run_id}): it was altered "
-            "since, or this version computes such runs differently. Train it again."
+            f"{folder.config} does not match the run id {record.run_id} of {run}: the file was changed, or this "
+            "version computes such runs differently. Train the run again."
         )
     if record.status != "complete":
-        logging.getLogger(__name__).warning("%s is %s, measured at %s", run, record.status, chosen.name)
+        logging.getLogger(__name__).warning("%s is %s, evaluated at %s", run, record.status, chosen.name)
     accelerator = make_accelerator(config)
     model = build_model(config, data.vocab_size)
     load_model(chosen, model)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to save and stop."""
+"""Handle Ctrl-C and SIGTERM: save, then stop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def stop_request() -> Iterator[threading.Event]:
         yield stop
         return
 
-    def ask(signum: int, frame: FrameType | None) -> None:
+    def handle(signum: int, frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:

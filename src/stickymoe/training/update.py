@@ -41,13 +41,13 @@ def spans(config: RunConfig) -> list[Span]:
 
 @runtime_checkable
 class Batches(Protocol):
-    """Batches by step; `part` of `parts` is the share of one process and micro-batch."""
+    """Batches by step; `part` of `parts` is the part for one process and micro-batch."""
 
     def batch(self, step: int, *, part: int = 0, parts: int = 1) -> Batch: ...
 
 
 class NotFiniteError(Exception):
-    """The loss or the gradient is not a number any more."""
+    """The loss or the gradient is no longer finite."""
 
     def __init__(self, what: str, value: float) -> None:
         super().__init__(f"The {what} became {value}")
@@ -115,7 +115,7 @@ class Updates:
         return {"loss": out.loss + terms.total, **parts}
 
     def _context(self, trace: RoutingTrace) -> LossContext:
-        """f of the whole batch, so that L_bal over several processes is the one over all their tokens."""
+        """The expert load f of the whole batch, so that L_bal is the same for one and for several processes."""
         load = None
         if self.accelerator.num_processes > 1:
             load = self.accelerator.reduce(expert_load(trace), reduction="mean")
