@@ -16,6 +16,11 @@ def document_start(doc, b, t):
     return t
 
 
+def position(mask, doc, b, t):
+    """Real tokens of the document before token t."""
+    return sum(1 for s in range(document_start(doc, b, t), t) if mask[b][s])
+
+
 def is_pair(mask, doc, b, t):
     """Whether tokens t−1 and t are both real and in the same document."""
     return t > 0 and mask[b][t - 1] and mask[b][t] and (doc is None or doc[b][t - 1] == doc[b][t])
@@ -47,24 +52,24 @@ def balance_loss(g, S, mask, doc=None):
     return total / L
 
 
-def family_balance_loss(g, S, mask, slots, within=False):
-    """L_bal of the families i mod C, and the mean over families of L_bal among the members of each, or that alone."""
+def slot_balance_loss(g, S, mask, slots, within=False):
+    """L_bal of the slots i mod C, and the mean over slots of L_bal among the experts of each, or only the latter."""
     N = len(g[0][0][0])
     slots = min(slots, N)
-    roots = [len(range(slot, N, slots)) ** 0.5 for slot in range(slots)]  # families are used by the root of their size
+    roots = [len(range(slot, N, slots)) ** 0.5 for slot in range(slots)]  # a slot's use grows as the root of its size
     real = real_tokens(mask)
     total = 0.0
     for layer in range(len(g)):
         used = [e for b, t in real for e in S[layer][b][t]]
         for slot in range(slots):
-            family = list(range(slot, N, slots))
-            whole = [sum(g[layer][b][t][e] for e in family) for b, t in real]
-            uses = [e for e in used if e in family]
+            members = list(range(slot, N, slots))
+            whole = [sum(g[layer][b][t][e] for e in members) for b, t in real]
+            uses = [e for e in used if e in members]
             between = sum(roots) / roots[slot] * len(uses) / max(len(used), 1) * sum(whole) / max(len(real), 1)
             among = 0.0
-            for e in family:
+            for e in members:
                 p = sum(g[layer][b][t][e] / w for (b, t), w in zip(real, whole, strict=True)) / max(len(real), 1)
-                among += len(family) * uses.count(e) / max(len(uses), 1) * p
+                among += len(members) * uses.count(e) / max(len(uses), 1) * p
             total += among / slots + (0.0 if within else between)
     return total / len(g)
 
@@ -85,7 +90,7 @@ def consistency_loss(g, mask, doc=None):
 def anchor_loss(g, mask, doc, window, anchors=None):
     """eq:hard_loss. Σ (t − s(t))/W · ‖g_t − g_s(t)‖² divided by L × real tokens, with s(t) = W⌊t/W⌋.
 
-    t counts from the start of the document. g_s(t) is read from `anchors`: a detached copy of `g` fixes it.
+    t counts the real tokens of the document. g_s(t) is read from `anchors`: a detached copy of `g` fixes it.
     """
     L = len(g)
     anchors = g if anchors is None else anchors
@@ -95,10 +100,9 @@ def anchor_loss(g, mask, doc, window, anchors=None):
     total = 0.0
     for l in range(L):
         for b, t in tokens:
-            start = document_start(doc, b, t)
-            s = start + window * ((t - start) // window)
-            if mask[b][s]:
-                total = total + (t - s) / window * squared_distance(g[l][b][t], anchors[l][b][s])
+            offset = position(mask, doc, b, t) % window
+            s = [u for u in range(t + 1) if mask[b][u]][-1 - offset]
+            total = total + offset / window * squared_distance(g[l][b][t], anchors[l][b][s])
     return total / (L * len(tokens))
 
 
@@ -190,12 +194,12 @@ def adjacent_entropy_loss(g, mask, doc, targets):
 
 
 def chunk_loss(g, k, mask, doc, window):
-    """BlockFFN: 1 − Π_t (1 − g_t)^k over chunks of W tokens of a document, mean over experts and chunks."""
+    """BlockFFN: 1 − Π_t (1 − g_t)^k over chunks of W real tokens of a document, mean over experts and chunks."""
     L, N = len(g), len(g[0][0][0])
     chunks = {}
     for b, t in real_tokens(mask):
         start = document_start(doc, b, t)
-        chunks.setdefault((b, start, (t - start) // window), []).append(t)
+        chunks.setdefault((b, start, position(mask, doc, b, t) // window), []).append(t)
     if not chunks:
         return 0.0
     total = 0.0
@@ -245,7 +249,7 @@ def softmax(row):
 
 
 def top_k(g_row, k):
-    """eq:topk. The k most probable experts, best first; of equal ones the lowest index."""
+    """eq:topk. The k most probable experts, best first; ties go to the lowest index."""
     chosen = []
     for _ in range(k):
         best = None
@@ -254,6 +258,21 @@ def top_k(g_row, k):
                 best = i
         chosen.append(best)
     return chosen
+
+
+def scored(logits, k, *, score, bias, groups, groups_kept, group_score, renormalise, scale):
+    """`(g, S, w)` of one token: scores, the k best by score and bias in the best groups, weights from the scores."""
+    N = len(logits)
+    p = softmax(logits) if score == "softmax" else [1 / (1 + exp(-x)) for x in logits]
+    rank = [p[i] + (bias[i] if bias else 0.0) for i in range(N)]
+    size = N // groups
+    best_of = {"max": 1, "top2": 2}[group_score]
+    values = [sum(sorted(rank[j * size : (j + 1) * size], reverse=True)[:best_of]) for j in range(groups)]
+    kept = top_k(values, groups_kept)
+    S = top_k([rank[i] if i // size in kept else -inf for i in range(N)], k)
+    S = sorted(S, key=lambda i: -p[i])
+    total = sum(p[i] for i in S) if renormalise else 1.0
+    return [x / sum(p) for x in p], S, [scale * p[i] / total for i in S]
 
 
 def hard_window(logits, k, window, beta, doc=None):
@@ -273,7 +292,7 @@ def hard_window(logits, k, window, beta, doc=None):
 
 
 def by_weight(logits_row, experts):
-    """The experts of a set, heaviest first; of equal ones the lowest index."""
+    """The experts of a set, heaviest first; ties go to the lowest index."""
     return sorted(experts, key=lambda e: (-softmax(logits_row)[e], e))
 
 
@@ -300,7 +319,7 @@ def hysteresis(logits, k, bonus, doc=None):
 
 
 def residency(logits, k, capacity, margin, average, doc=None, pinned=0):
-    """`(S, R)` of one sequence: chosen and resident experts of every token; the first `pinned` never leave."""
+    """`(S, R)` of one sequence: chosen and resident experts of every token; the first `pinned` are never evicted."""
     N = len(logits[0])
     S, residents, demand = [], [], []
     for t, start in enumerate(starts(len(logits), doc)):
@@ -322,26 +341,26 @@ def residency(logits, k, capacity, margin, average, doc=None, pinned=0):
     return S, residents
 
 
-def siblings(logits, k, slots, margin, rest=1, doc=None, drawn=None):
-    """`(S, R)` of one sequence: chosen and resident experts of every token, one resident of each family i mod C.
+def slot_choice(logits, k, slots, margin, rest=1, doc=None, drawn=None):
+    """`(S, R)` of one sequence: chosen and resident experts of every token, one resident for each slot i mod C.
 
-    With `drawn` the families of each token are given.
+    With `drawn` the slots of each token are given.
     """
     N = len(logits[0])
-    families = [range(slot, N, slots) for slot in range(min(slots, N))]
+    members = [range(slot, N, slots) for slot in range(min(slots, N))]
     S, residents = [], []
     for t, start in enumerate(starts(len(logits), doc)):
         g = softmax(logits[t])
         share = [g[e] / sum(g[f] for f in range(e % slots, N, slots)) for e in range(N)]
         if start:
-            R = {min(family, key=lambda e: (-share[e], e)) for family in families}
+            R = {min(slot, key=lambda e: (-share[e], e)) for slot in members}
             loaded = t - rest + 1  # the next token may load
         else:
             R = set(residents[-1])
             changes = []
-            for family in families:
-                (here,) = R & set(family)
-                others = [e for e in family if e != here]
+            for slot in members:
+                (here,) = R & set(slot)
+                others = [e for e in slot if e != here]
                 if others:
                     best = min(others, key=lambda e: (-share[e], e))
                     changes.append((share[best] - share[here], here, best))
@@ -351,15 +370,15 @@ def siblings(logits, k, slots, margin, rest=1, doc=None, drawn=None):
                 R = R - {here} | {best}
                 loaded = t
         residents.append(R)
-        open_to = R if drawn is None else {e for e in R if e % slots in drawn[t]}
-        S.append(by_weight(logits[t], open_to)[:k])
+        available = R if drawn is None else {e for e in R if e % slots in drawn[t]}
+        S.append(by_weight(logits[t], available)[:k])
     return S, residents
 
 
-def sibling_gates(h, fast_gate, slow_gate, slots, fast, slow, doc=None, token_gate=None):
-    """Logits of one sequence: the family's mean row on the fast average, each expert's own row on the slow one.
+def slot_gates(h, fast_gate, slow_gate, slots, fast, slow, doc=None, token_gate=None):
+    """Logits of one sequence: the slot's mean row on the fast average, each expert's own row on the slow one.
 
-    With `token_gate`, also the family's mean row of it on the token.
+    With `token_gate`, also the slot's mean row of it on the token.
     """
 
     def dot(row, x):
@@ -370,10 +389,10 @@ def sibling_gates(h, fast_gate, slow_gate, slots, fast, slow, doc=None, token_ga
     for x, quick, steady in zip(h, smooth(h, fast, doc), smooth(h, slow, doc), strict=True):
         logits = []
         for e in range(N):
-            family = range(e % slots, N, slots)
-            logit = sum(dot(fast_gate[f], quick) for f in family) / len(family) + dot(slow_gate[e], steady)
+            members = range(e % slots, N, slots)
+            logit = sum(dot(fast_gate[f], quick) for f in members) / len(members) + dot(slow_gate[e], steady)
             if token_gate is not None:
-                logit += sum(dot(token_gate[f], x) for f in family) / len(family)
+                logit += sum(dot(token_gate[f], x) for f in members) / len(members)
             logits.append(logit)
         out.append(logits)
     return out
@@ -394,9 +413,9 @@ def rent(logits, k, capacity, price, doc=None):
             for e in range(N):
                 if e not in R:
                     missed[e] += max(0.0, g[e] - least)
-            chosen_at_once = [e for e in range(N) if e not in R and g[e] > least]
-            if chosen_at_once:
-                best = min(chosen_at_once, key=lambda e: (-missed[e], e))
+            wanted = [e for e in range(N) if e not in R and g[e] > least]
+            if wanted:
+                best = min(wanted, key=lambda e: (-missed[e], e))
                 oldest = min(R, key=lambda e: (last_use[e], g[e], -e))
                 if missed[best] > price:
                     R = R - {oldest} | {best}
@@ -426,13 +445,13 @@ def hashed_experts(key, n_experts, k, salt=0):
     return hashed_order(key, n_experts, salt)[:k]
 
 
-def hashed_families(key, capacity, n_experts, k, salt=0):
-    """The first k families among experts in hashed order; among themselves, where all have as many experts."""
-    families = min(capacity, n_experts)
+def hashed_slots(key, capacity, n_experts, k, salt=0):
+    """The slots of the first experts in hashed order; slots themselves are hashed if all have as many experts."""
+    slots = min(capacity, n_experts)
     drawn = []
-    for i in hashed_order(key, families if n_experts % families == 0 else n_experts, salt):
-        if i % families not in drawn:
-            drawn.append(i % families)
+    for i in hashed_order(key, slots if n_experts % slots == 0 else n_experts, salt):
+        if i % slots not in drawn:
+            drawn.append(i % slots)
     return drawn[:k]
 
 

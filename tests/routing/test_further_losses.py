@@ -32,13 +32,13 @@ LOSSES = {
         lambda trace, n: losses.grouped_by_layer(trace, groups=groups(trace, n), inside=0.25).mean(),
         lambda trace, n: reference.grouped_loss(trace.g, trace.mask, trace.doc, groups(trace, n), 0.25),
     ),
-    "balance of families": (
-        lambda trace, n: losses.family_balance_by_layer(trace, capacity=n).mean(),
-        lambda trace, n: reference.family_balance_loss(trace.g, trace.S.tolist(), trace.mask, n),
+    "balance of slots": (
+        lambda trace, n: losses.slot_balance_by_layer(trace, capacity=n).mean(),
+        lambda trace, n: reference.slot_balance_loss(trace.g, trace.S.tolist(), trace.mask, n),
     ),
-    "balance within families": (
-        lambda trace, n: losses.family_balance_by_layer(trace, capacity=n, within=True).mean(),
-        lambda trace, n: reference.family_balance_loss(trace.g, trace.S.tolist(), trace.mask, n, within=True),
+    "balance within slots": (
+        lambda trace, n: losses.slot_balance_by_layer(trace, capacity=n, within=True).mean(),
+        lambda trace, n: reference.slot_balance_loss(trace.g, trace.S.tolist(), trace.mask, n, within=True),
     ),
     "dot": (
         lambda trace, n: losses.dot_by_layer(trace).mean(),
@@ -79,6 +79,7 @@ def test_value_and_gradient_are_those_of_the_loops(loss, expected, case, n, data
     trace = RoutingTrace(
         g=g.requires_grad_(),
         S=case.trace().S,
+        w=case.trace().w.double(),
         mask=case.mask,
         doc=case.doc,
         boundary=torch.tensor(flags).view_as(case.mask),
@@ -103,7 +104,7 @@ def test_a_switch_inside_a_group_costs_less():
     assert (inside.item(), between.item()) == (pytest.approx(0.5), pytest.approx(2.0))
 
 
-def test_what_is_released_at_an_end_is_laid_on_the_pairs_inside():
+def test_pairs_inside_gain_the_weight_that_pairs_across_an_end_lose():
     ends = torch.tensor([[False, False, True, False]])
     switch_at_end = trace_of(0, 0, 1, 1, boundary=ends)
     switch_inside = trace_of(0, 1, 1, 1, boundary=ends)
@@ -117,15 +118,15 @@ def test_without_flags_a_boundary_is_nowhere():
     assert torch.equal(losses.boundary_by_layer(trace, across=0.0), losses.consistency_by_layer(trace))
 
 
-def test_a_sure_cache_counts_as_lru_does():
-    """One-hot gates: 0 and 1 are loaded, 0 is there; 2 costs one load and the cache is full."""
+def test_one_hot_gates_miss_as_in_an_lru_cache():
+    """Experts 0 and 1 are loaded, then 0 is a hit, then 2 is loaded into a full cache."""
     trace = trace_of(0, 1, 0, 2)
     assert losses.expected_misses_by_layer(trace, capacity=2).item() == pytest.approx(3 / 4)
     assert losses.expected_misses_by_layer(trace, capacity=4).item() == pytest.approx(3 / 4)
     assert losses.expected_misses_by_layer(trace_of(0, 1, 0, 1), capacity=1).item() == pytest.approx(4 / 4)
 
 
-def test_a_chunk_calls_a_share_of_the_experts():
+def test_the_chunk_loss_is_the_fraction_of_experts_in_use():
     assert losses.chunk_by_layer(trace_of(0, 1, 0, 0), window=2).item() == pytest.approx((2 / 4 + 1 / 4) / 2, abs=1e-5)
 
 
@@ -134,7 +135,7 @@ def test_replacement_counts_only_where_the_set_changed():
     assert losses.replacement_by_layer(trace_of(0, 1)).item() == pytest.approx(2.0)
 
 
-def test_what_cannot_be_counted_is_refused():
+def test_settings_that_do_not_fit_the_trace_are_refused():
     trace = trace_of(0, 1, top_k=2)
     with pytest.raises(ConfigError, match=r"^variant.slots: got 1, expected at least the 2 experts of a token\.$"):
         losses.expected_misses_by_layer(trace, capacity=1)

@@ -1,29 +1,40 @@
-"""Router parts that remember, against plain loops; pieces against the whole; documents apart."""
+"""Rule parts that remember, against plain loops; pieces against the whole; documents on their own."""
 
 from dataclasses import replace
-from itertools import pairwise
 
+import cases
 import numpy as np
 import pytest
 import torch
+from cases import (
+    D,
+    assert_documents_stand_alone,
+    assert_pieces_are_the_whole,
+    choose,
+    doc_of,
+    inputs,
+    router_input,
+    steps,
+    windowed_logits,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from stickymoe.routing.routers import Attended, HardWindow, Router, TopK
-from test_routers import D, inputs, router_input, steps, windowed_logits
 
 import reference
-from stickymoe.errors import ConfigError, StickyError
+from stickymoe.errors import ConfigError
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.table import RouteTable
+from stickymoe.models.moe import Router
 from stickymoe.routing.fixed import Hashed, Trajectory
+from stickymoe.routing.rules import HardWindow, RouterState, RoutingRule, TopK
 from stickymoe.routing.sequential import (
     Hysteresis,
     LearnedSmooth,
     Rent,
     Residency,
     Segment,
-    SiblingGates,
-    Siblings,
+    SlotChoice,
+    SlotGates,
     Smooth,
     TwoSpeed,
 )
@@ -34,8 +45,8 @@ CHOICES = {
     "residency by logit": Residency(capacity=3, margin=0.5, average=0.0),
     "residency by average": Residency(capacity=2, margin=0.02, average=0.75),
     "rent": Rent(capacity=3, price=0.2),
-    "siblings": Siblings(capacity=3, margin=0.02, budget=0.4),
-    "siblings by hash": Siblings(capacity=3, margin=0.02, budget=0.4, hashed=1),
+    "slots": SlotChoice(capacity=3, margin=0.02, budget=0.4),
+    "slots by hash": SlotChoice(capacity=3, margin=0.02, budget=0.4, hashed=1),
     "segment": Segment(window=3),
     "hash": Hashed(layer=1),
     "trajectory": Trajectory(window=3, sentence=False),
@@ -46,14 +57,8 @@ every_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES.k
 N, K = 5, 2
 
 
-def router(rng, *, choice=None, smooth=None, source=None, **more):
-    made = Router(D, N, K, source=source, filter=smooth, choice=choice, **more).double()
-    made.gate.weight.data = torch.tensor(rng.standard_normal(made.gate.weight.shape))
-    return made
-
-
-def doc_of(x, b):
-    return None if x.doc is None else x.doc[b].tolist()
+def router(rng, **parts):
+    return cases.router(rng, N, K, **parts)
 
 
 # Against the loops
@@ -63,7 +68,7 @@ def doc_of(x, b):
 @given(case=windowed_logits(), bonus=st.sampled_from([0.0, 0.5, 1.0, 20.0]))
 def test_hysteresis_is_that_of_the_reference(case, bonus):
     logits, k, x = case
-    g, S, _ = Hysteresis(bonus=bonus)(logits, k, x, {})
+    g, S, _ = choose(Hysteresis(bonus=bonus), logits, k, x)
     assert torch.equal(g, logits.softmax(-1)), "weights are without the bonus"
     for b in range(len(logits)):
         assert S[b].tolist() == reference.hysteresis(logits[b].tolist(), k, bonus, doc_of(x, b))
@@ -81,7 +86,7 @@ def test_residency_is_that_of_the_reference(case, room, margin, average, pinned)
     logits, k, x = case
     pinned = min(pinned, k + room - 1)
     choice = Residency(capacity=k + room, margin=margin, average=average, pinned=pinned)
-    g, S, state = choice(logits, k, x, {})
+    g, S, state = choose(choice, logits, k, x)
     assert torch.equal(g, logits.softmax(-1))
     for b in range(len(logits)):
         expected, residents = reference.residency(
@@ -90,7 +95,7 @@ def test_residency_is_that_of_the_reference(case, room, margin, average, pinned)
         if average and margin == 0.0:
             continue  # averages that are equal on paper differ in the last bit
         assert S[b].tolist() == expected
-        assert set(np.flatnonzero(state["resident"][b])) == residents[-1]
+        assert set(np.flatnonzero(state.resident[b])) == residents[-1]
 
 
 @thorough
@@ -101,45 +106,45 @@ def test_residency_is_that_of_the_reference(case, room, margin, average, pinned)
     budget=st.sampled_from([0.1, 0.25, 0.4, 1.0]),
     layer=st.sampled_from([None, 0, 3]),
 )
-def test_siblings_take_turns_as_in_the_reference(case, room, margin, budget, layer):
+def test_slot_choice_is_that_of_the_reference(case, room, margin, budget, layer):
     logits, k, x = case
     logits = logits + 0.01 * torch.arange(2, 2 + logits.shape[-1]).sqrt()  # no two wins are equal on paper
-    g, S, state = Siblings(capacity=k + room, margin=margin, budget=budget, hashed=layer)(logits, k, x, {})
+    g, S, state = choose(SlotChoice(capacity=k + room, margin=margin, budget=budget, hashed=layer), logits, k, x)
     assert torch.equal(g, logits.softmax(-1))
     rest = {0.1: 10, 0.25: 4, 0.4: 3, 1.0: 1}[budget]
     N = logits.shape[-1]
     for b in range(len(logits)):
         drawn = None
         if layer is not None:
-            drawn = [reference.hashed_families(token, k + room, N, k, layer) for token in x.tokens[b].tolist()]
-        expected, residents = reference.siblings(logits[b].tolist(), k, k + room, margin, rest, doc_of(x, b), drawn)
+            drawn = [reference.hashed_slots(token, k + room, N, k, layer) for token in x.tokens[b].tolist()]
+        expected, residents = reference.slot_choice(logits[b].tolist(), k, k + room, margin, rest, doc_of(x, b), drawn)
         assert S[b].tolist() == expected
-        assert set(np.flatnonzero(state["resident"][b])) == residents[-1]
+        assert set(np.flatnonzero(state.resident[b])) == residents[-1]
 
 
-def test_of_equal_wins_the_first_slot_changes_and_the_next_after_its_rest():
+def test_ties_between_slots_go_to_the_first_and_the_next_load_waits_for_the_budget():
     logits = torch.zeros(1, 13, 4)
     logits[:, 0, :2] = 1.0  # 0 and 1 begin, then 2 and 3 win alike
     logits[:, 1:, 2:] = 1.0
     x = router_input(np.random.default_rng(0), 1, 13)
-    _, S, _ = Siblings(capacity=2, margin=0.0, budget=0.1)(logits, 2, x, {})
+    _, S, _ = choose(SlotChoice(capacity=2, margin=0.0, budget=0.1), logits, 2, x)
     assert S[0].tolist() == [[0, 1], *[[2, 1]] * 10, *[[2, 3]] * 2], "0.1 is a load every 10 tokens"
-    _, S, _ = Siblings(capacity=2, margin=0.0, budget=0.0)(logits, 2, x, {})
+    _, S, _ = choose(SlotChoice(capacity=2, margin=0.0, budget=0.0), logits, 2, x)
     assert S[0].tolist() == [[0, 1]] * 13
 
 
 def test_a_budget_too_small_for_any_text_loads_nothing():
     logits = torch.randn(1, 40, 4, generator=torch.Generator().manual_seed(0))
     x = router_input(np.random.default_rng(0), 1, 40)
-    none = Siblings(capacity=2, margin=0.0, budget=0.0)(logits, 2, x, {})[1]
+    none = choose(SlotChoice(capacity=2, margin=0.0, budget=0.0), logits, 2, x)[1]
     for budget in (1e-20, 5e-324):
-        assert torch.equal(Siblings(capacity=2, margin=0.0, budget=budget)(logits, 2, x, {})[1], none)
+        assert torch.equal(choose(SlotChoice(capacity=2, margin=0.0, budget=budget), logits, 2, x)[1], none)
 
 
-def test_an_outsider_is_not_kept_out_by_one_that_missed_more_but_would_not_be_chosen():
+def test_a_non_resident_that_missed_more_but_is_not_wanted_does_not_block_another():
     gates = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.5, 0.3, 0.1], *[[0.05, 0.4, 0.1, 0.45]] * 5])
     x = router_input(np.random.default_rng(0), 1, 7)
-    _, S, _ = Rent(capacity=1, price=0.0)(gates.log()[None], 1, x, {})
+    _, S, _ = choose(Rent(capacity=1, price=0.0), gates.log()[None], 1, x)
     assert S.flatten().tolist() == [0, 1, 3, 3, 3, 3, 3]
 
 
@@ -147,35 +152,35 @@ def test_an_outsider_is_not_kept_out_by_one_that_missed_more_but_would_not_be_ch
 @given(case=windowed_logits(), room=st.integers(0, 4), price=st.sampled_from([0.0, 0.3, 1.0]))
 def test_rent_is_that_of_the_reference(case, room, price):
     logits, k, x = case
-    g, S, state = Rent(capacity=k + room, price=price)(logits, k, x, {})
+    g, S, state = choose(Rent(capacity=k + room, price=price), logits, k, x)
     assert torch.equal(g, logits.softmax(-1))
     for b in range(len(logits)):
         expected, residents = reference.rent(logits[b].tolist(), k, k + room, price, doc_of(x, b))
         assert S[b].tolist() == expected
-        assert set(np.flatnonzero(state["resident"][b])) == residents[-1]
+        assert set(np.flatnonzero(state.resident[b])) == residents[-1]
 
 
 @thorough
 @given(case=windowed_logits(), room=st.integers(0, 2), price=st.sampled_from([0.0, 0.3]))
-def test_an_lru_cache_loads_no_more_than_what_moves_in_for_rent(case, room, price):
+def test_an_lru_cache_loads_no_more_than_rent(case, room, price):
     logits, k, x = case
     assert_lru_loads_no_more(logits, k, x, min(k + room, logits.shape[-1]), price)
 
 
 @pytest.mark.parametrize(("k", "capacity", "n_experts"), [(2, 4, 8), (2, 4, 16), (3, 6, 10)])
-def test_so_it_is_where_several_residents_were_last_used_at_one_token(k, capacity, n_experts):
+def test_an_lru_cache_loads_no_more_than_rent_if_residents_were_last_used_together(k, capacity, n_experts):
     logits = torch.randn(10, 100, n_experts, generator=torch.Generator().manual_seed(0)).double()
     assert_lru_loads_no_more(logits, k, router_input(np.random.default_rng(0), 10, 100), capacity, 0.3)
 
 
 def assert_lru_loads_no_more(logits, k, x, capacity, price):
-    _, S, _ = Rent(capacity=capacity, price=price)(logits, k, x, {})
+    _, S, _ = choose(Rent(capacity=capacity, price=price), logits, k, x)
     for b in range(len(logits)):
         doc = doc_of(x, b)
         _, residents = reference.rent(logits[b].tolist(), k, capacity, price, doc)
-        begins = reference.starts(len(residents), doc)
-        moved_in = sum(
-            len(R - before) for before, R, start in zip(residents, residents[1:], begins[1:], strict=False) if not start
+        starts = reference.starts(len(residents), doc)
+        loaded = sum(
+            len(R - before) for before, R, start in zip(residents, residents[1:], starts[1:], strict=False) if not start
         )
         table = RouteTable(
             S=S[b : b + 1].numpy().astype(np.uint8)[None],
@@ -183,8 +188,8 @@ def assert_lru_loads_no_more(logits, k, x, capacity, price):
             mask=np.ones((1, len(residents)), np.bool_),
             doc=None if doc is None else np.array([doc]),
         )
-        begun = sum(begins) * capacity
-        assert simulate(table, capacity=capacity).misses <= moved_in + begun
+        cold = sum(starts) * capacity
+        assert simulate(table, capacity=capacity).misses <= loaded + cold
 
 
 @thorough
@@ -192,32 +197,32 @@ def assert_lru_loads_no_more(logits, k, x, capacity, price):
     case=windowed_logits(),
     room=st.integers(0, 2),
     average=st.sampled_from([0.0, 0.5]),
-    families=st.booleans(),
+    slots=st.booleans(),
 )
-def test_at_most_one_expert_moves_in_per_token(case, room, average, families):
+def test_at_most_one_expert_is_loaded_per_token(case, room, average, slots):
     logits, k, x = case
-    owned = Residency(capacity=k + room, margin=0.0, average=average)
-    choice = Siblings(capacity=k + room, margin=0.0) if families else owned
-    T, state, residents = logits.shape[1], {}, []
+    shared = Residency(capacity=k + room, margin=0.0, average=average)
+    choice = SlotChoice(capacity=k + room, margin=0.0) if slots else shared
+    T, state, residents = logits.shape[1], None, []
     for t in range(T):
-        _, S, state = choice(logits[:, t : t + 1], k, steps(x, t, t + 1), state)
-        residents.append(torch.from_numpy(state["resident"] != 0))
+        _, S, state = choose(choice, logits[:, t : t + 1], k, steps(x, t, t + 1), state)
+        residents.append(state.resident)
         assert residents[-1].gather(1, S[:, 0]).all(), "only residents are chosen"
     for t in range(1, T):
-        moved_in = (residents[t] & ~residents[t - 1]).sum(-1)
-        assert (moved_in[torch.from_numpy(x.position[:, t] > 0)] <= 1).all()
+        loaded = (residents[t] & ~residents[t - 1]).sum(-1)
+        assert (loaded[x.position[:, t] > 0] <= 1).all()
 
 
 @thorough
 @given(case=windowed_logits(), budget=st.sampled_from([0.0, 0.1, 0.3, 0.5]))
-def test_siblings_keep_to_their_budget(case, budget):
+def test_slot_choice_keeps_to_its_budget(case, budget):
     logits, k, x = case
-    x = replace(x, doc=None, position=np.tile(np.arange(logits.shape[1]), (len(logits), 1)))
-    choice, state, loads = Siblings(capacity=k, margin=0.0, budget=budget), {}, 0
+    x = replace(x, doc=None, position=torch.arange(logits.shape[1]).expand(logits.shape[:2]))
+    choice, state, loads = SlotChoice(capacity=k, margin=0.0, budget=budget), RouterState(), 0
     for t in range(logits.shape[1]):
-        before = state.get("resident")
-        _, _, state = choice(logits[:, t : t + 1], k, steps(x, t, t + 1), state)
-        loads = loads + ((state["resident"] > 0) & (before == 0)).sum(-1) if t else np.zeros(len(logits))
+        before = state.resident
+        _, _, state = choose(choice, logits[:, t : t + 1], k, steps(x, t, t + 1), state)
+        loads = loads + (state.resident & ~before).sum(-1) if t else torch.zeros(len(logits))
         assert (loads <= 1 + budget * t + 1e-9).all()
 
 
@@ -225,7 +230,7 @@ def test_siblings_keep_to_their_budget(case, budget):
 @given(case=windowed_logits(), window=st.integers(1, 6))
 def test_segment_is_that_of_the_reference(case, window):
     logits, k, x = case
-    g, S, _ = Segment(window=window)(logits, k, x, {})
+    g, S, _ = choose(Segment(window=window), logits, k, x)
     assert torch.equal(g, logits.softmax(-1))
     for b in range(len(logits)):
         assert S[b].tolist() == reference.segment(logits[b].tolist(), k, window, doc_of(x, b))
@@ -234,7 +239,7 @@ def test_segment_is_that_of_the_reference(case, window):
 @thorough
 @given(x=inputs(), rng=seeds(), decay=st.sampled_from([0.0, 0.3, 0.9]))
 def test_smoothing_logits_is_smoothing_what_the_gate_reads(x, rng, decay):
-    route = router(rng, smooth=Smooth(decay))
+    route = router(rng, filter=Smooth(decay))
     smooth = [reference.smooth(x.h[b].tolist(), decay, doc_of(x, b)) for b in range(len(x.h))]
     expected = (torch.tensor(smooth, dtype=torch.float64) @ route.gate.weight.T).softmax(-1)
     torch.testing.assert_close(route(x).g, expected, rtol=1e-9, atol=1e-12)
@@ -243,7 +248,7 @@ def test_smoothing_logits_is_smoothing_what_the_gate_reads(x, rng, decay):
 @thorough
 @given(x=inputs(), rng=seeds(), decay=st.sampled_from([0.3, 0.9]), data=st.data())
 def test_two_speeds_add_the_logits_of_the_token_and_of_the_average(x, rng, decay, data):
-    route = router(rng, smooth=TwoSpeed(decay))
+    route = router(rng, filter=TwoSpeed(decay))
     now, slow = route.gate.weight.split(N)
     smooth = [reference.smooth(x.h[b].tolist(), decay, doc_of(x, b)) for b in range(len(x.h))]
     expected = (x.h @ now.T + torch.tensor(smooth, dtype=torch.float64) @ slow.T).softmax(-1)
@@ -260,32 +265,48 @@ def test_two_speeds_add_the_logits_of_the_token_and_of_the_average(x, rng, decay
     token=st.booleans(),
     data=st.data(),
 )
-def test_a_gate_of_families_and_one_of_siblings_add_up(x, rng, slots, fast, token, data):
-    route = router(rng, smooth=SiblingGates(slots, fast=fast, slow=0.9, token=token))
+def test_a_gate_of_slots_and_one_of_their_experts_add_up(x, rng, slots, fast, token, data):
+    route = router(rng, filter=SlotGates(slots, fast=fast, slow=0.9, token=token))
     first, own, *context = (gate.tolist() for gate in route.gate.weight.split(N))
     rows = (context[0], own) if token else (first, own)
     alone = first if token else None
     logits = [
-        reference.sibling_gates(x.h[b].tolist(), *rows, slots, fast, 0.9, doc_of(x, b), alone) for b in range(len(x.h))
+        reference.slot_gates(x.h[b].tolist(), *rows, slots, fast, 0.9, doc_of(x, b), alone) for b in range(len(x.h))
     ]
     torch.testing.assert_close(route(x).g, torch.tensor(logits, dtype=torch.float64).softmax(-1), rtol=1e-9, atol=1e-12)
     assert_pieces_are_the_whole(route, x, data)
 
 
 @thorough
-@given(case=windowed_logits(), done=st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
-def test_residency_grows_from_following_every_token_to_its_full_inertia(case, done):
+@given(case=windowed_logits(), progress=st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
+def test_residency_is_annealed_from_top_k_to_its_full_resistance(case, progress):
     logits, k, x = case
-    x = replace(x, done=done)
     n = logits.shape[-1]
-    grows = Residency(capacity=max(n - 1, k), margin=0.25, average=0.75, free=0.25, rise=0.5)
-    _, S, _ = grows(logits, k, x, {})
-    if done <= 0.25:
-        expected = TopK()(logits, k, x, {})[1]
+    annealed = Residency(capacity=max(n - 1, k), margin=0.25, average=0.75, free=0.25, anneal=0.5)
+    _, S, _ = choose(annealed, logits, k, x, progress=progress)
+    if progress <= 0.25:
+        expected = choose(TopK(), logits, k, x)[1]
     else:
-        margin, average = (0.125, 0.5) if done == 0.5 else (0.25, 0.75)
-        expected = replace(grows, margin=margin, average=average, free=0.0, rise=0.0)(logits, k, x, {})[1]
+        margin, average = (0.125, 0.5) if progress == 0.5 else (0.25, 0.75)
+        constant = replace(annealed, margin=margin, average=average, free=0.0, anneal=0.0)
+        expected = choose(constant, logits, k, x)[1]
     assert torch.equal(S, expected)
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.5])
+def test_a_router_is_annealed_while_it_trains_and_not_in_evaluation(progress):
+    rng = np.random.default_rng(4)
+    x = router_input(rng, 2, 12)
+    route = router(rng, choice=Rent(capacity=2, price=2.0, anneal=1.0))
+    route.progress = progress
+    for gradient in (True, False):
+        with torch.set_grad_enabled(gradient):
+            annealed, final = route.train()(x).S, route.eval()(x).S
+        at_progress = replace(route.rule.choice, anneal=0.0, price=progress * 2.0)
+        expected = TopK() if progress == 0 else at_progress
+        assert torch.equal(annealed, choose(expected, x.h @ route.gate.weight.T, K, x)[1])
+        assert torch.equal(final, choose(Rent(capacity=2, price=2.0), x.h @ route.gate.weight.T, K, x)[1])
+        assert not torch.equal(annealed, final)
 
 
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
@@ -297,7 +318,7 @@ def test_gradient_of_smoothing(learned):
     bias = [smooth.decay_bias] if learned else []
 
     def of(values, *_):
-        return smooth(values, x, {})[0]
+        return smooth(values, x, RouterState())[0]
 
     assert torch.autograd.gradcheck(of, (logits, *bias))
 
@@ -305,7 +326,8 @@ def test_gradient_of_smoothing(learned):
 def test_a_learned_decay_starts_at_the_given_one():
     rng = np.random.default_rng(4)
     x, logits = router_input(rng, 2, 6), torch.tensor(rng.standard_normal((2, 6, 3)))
-    torch.testing.assert_close(LearnedSmooth(0.7).double()(logits, x, {})[0], Smooth(0.7)(logits, x, {})[0])
+    given, learned = (smooth(logits, x, RouterState())[0] for smooth in (Smooth(0.7), LearnedSmooth(0.7).double()))
+    torch.testing.assert_close(learned, given)
 
 
 @thorough
@@ -318,8 +340,8 @@ def test_a_trajectory_is_decided_by_the_first_token_of_its_span(case, window, se
         return sorted(sorted(reference.hashed_experts(key, n_experts, k)), key=lambda i: -row.softmax(-1)[i])
 
     flags = torch.tensor(data.draw(st.lists(st.booleans(), min_size=B * T, max_size=B * T))).view(B, T)
-    x = type(x)(x.h, x.attended, x.tokens, x.position, x.doc, flags)
-    _, S, _ = Trajectory(window=window, sentence=sentence)(logits, k, x, {})
+    x = replace(x, boundary=flags)
+    _, S, _ = choose(Trajectory(window=window, sentence=sentence), logits, k, x)
     for b in range(B):
         first = reference.span_starts(T, window, sentence, flags[b], doc_of(x, b))
         keys = x.tokens[b, first].tolist()
@@ -329,8 +351,8 @@ def test_a_trajectory_is_decided_by_the_first_token_of_its_span(case, window, se
 def test_a_hash_is_fair_and_differs_between_layers():
     n = 40_000
     x = router_input(np.random.default_rng(0), 1, n)
-    x = replace(x, tokens=np.arange(n)[None])
-    layers = [Hashed(layer)(torch.zeros(1, n, 4), 2, x, {})[1] for layer in range(2)]
+    x = replace(x, tokens=torch.arange(n)[None])
+    layers = [choose(Hashed(layer), torch.zeros(1, n, 4), 2, x)[1] for layer in range(2)]
     for layer, S in enumerate(layers):
         assert S[0, :50].tolist() == [sorted(reference.hashed_experts(t, 4, 2, layer)) for t in range(50)]
         assert (S[..., 0] != S[..., 1]).all()
@@ -350,63 +372,39 @@ def test_a_hash_is_fair_and_differs_between_layers():
         (3, 5, [2 / 3] * 3),
     ],
 )
-def test_a_hash_draws_larger_families_more_often(n_experts, capacity, expected):
+def test_a_hash_draws_larger_slots_more_often(n_experts, capacity, expected):
     n = 40_000
-    x = replace(router_input(np.random.default_rng(0), 1, n), tokens=np.arange(n)[None])
-    _, S, _ = Siblings(capacity=capacity, margin=0.0, hashed=1)(torch.zeros(1, n, n_experts), 2, x, {})
+    x = replace(router_input(np.random.default_rng(0), 1, n), tokens=torch.arange(n)[None])
+    _, S, _ = choose(SlotChoice(capacity=capacity, margin=0.0, hashed=1), torch.zeros(1, n, n_experts), 2, x)
     drawn = (S[0] % capacity).flatten().bincount(minlength=len(expected)) / n
     torch.testing.assert_close(drawn, torch.tensor(expected), rtol=0, atol=0.01)
 
 
 # Pieces and documents, alone and combined
 
-
-def assert_pieces_are_the_whole(route, x, data):
-    """With gradient or without, which is on tensors or on arrays."""
-    cuts = data.draw(st.sets(st.integers(1, x.h.shape[1] - 1))) if x.h.shape[1] > 1 else set()
-    whole = route(x)
-    state, pieces = None, []
-    for start, stop in pairwise([0, *sorted(cuts), x.h.shape[1]]):
-        with torch.set_grad_enabled(data.draw(st.booleans())):
-            pieces.append(route(steps(x, start, stop), state))
-        state = pieces[-1].state
-    assert torch.equal(torch.cat([p.S for p in pieces], dim=1), whole.S)
-    torch.testing.assert_close(torch.cat([p.g for p in pieces], dim=1), whole.g, rtol=1e-12, atol=1e-14)
-    assert state.keys() == whole.state.keys()
-    for name, remembered in whole.state.items():
-        np.testing.assert_allclose(state[name], remembered, rtol=1e-12, atol=1e-14)
+FILTERS = {"none": {}, "smooth": {"filter": Smooth(0.6)}}
 
 
 @every_choice
 @costly
-@given(x=inputs(), rng=seeds(), decay=st.sampled_from([None, 0.6]), attended=st.booleans(), data=st.data())
-def test_any_parts_route_pieces_as_the_whole(choice, x, rng, decay, attended, data):
-    smooth = None if decay is None else Smooth(decay)
-    route = router(rng, choice=choice, smooth=smooth, source=Attended() if attended else None)
-    assert_pieces_are_the_whole(route, x, data)
+@given(x=inputs(), rng=seeds(), parts=st.sampled_from(list(FILTERS.values())), data=st.data())
+def test_any_parts_route_pieces_as_the_whole(choice, x, rng, parts, data):
+    source = data.draw(st.sampled_from(["h", "attended"]))
+    assert_pieces_are_the_whole(router(rng, choice=choice, source=source, **parts), x, data)
 
 
 @every_choice
 @costly
-@given(x=inputs(), rng=seeds(), decay=st.sampled_from([None, 0.6]))
-def test_any_parts_route_documents_as_if_alone(choice, x, rng, decay):
-    route = router(rng, choice=choice, smooth=None if decay is None else Smooth(decay))
-    whole = route(x)
-    for b in range(len(x.h)):
-        starts = [t for t in range(x.h.shape[1]) if x.position[b, t] == 0]
-        for start, stop in zip(starts, [*starts[1:], x.h.shape[1]], strict=True):
-            part = steps(x, start, stop)
-            alone = type(x)(*(v[b : b + 1] for v in (part.h, part.attended, part.tokens, part.position)))
-            routed = route(alone)
-            assert torch.equal(routed.S[0], whole.S[b, start:stop])
-            torch.testing.assert_close(routed.g[0], whole.g[b, start:stop], rtol=1e-12, atol=1e-14)
+@given(x=inputs(), rng=seeds(), parts=st.sampled_from(list(FILTERS.values())))
+def test_any_parts_route_documents_as_if_alone(choice, x, rng, parts):
+    assert_documents_stand_alone(router(rng, choice=choice, **parts), x)
 
 
 @every_choice
 @costly
 @given(x=inputs(), rng=seeds())
 def test_the_chosen_are_different_and_heaviest_first(choice, x, rng):
-    routing = router(rng, choice=choice, smooth=Smooth(0.5))(x)
+    routing = router(rng, choice=choice, filter=Smooth(0.5))(x)
     assert (routing.S[..., 0] != routing.S[..., 1]).all()
     assert (routing.w[..., 0] >= routing.w[..., 1]).all()
     torch.testing.assert_close(routing.g.sum(-1), torch.ones_like(routing.g[..., 0]))
@@ -416,11 +414,11 @@ def test_the_chosen_are_different_and_heaviest_first(choice, x, rng):
 def test_state_is_not_changed_by_the_next_call(choice):
     rng = np.random.default_rng(5)
     x = router_input(rng, 2, 9)
-    route = router(rng, choice=choice, smooth=Smooth(0.6))
+    route = router(rng, choice=choice, filter=Smooth(0.6))
     state = route(steps(x, 0, 5)).state
-    before = {name: remembered.copy() for name, remembered in state.items()}
+    before = {name: value.clone() for name, value in state.values.items()}
     route(steps(x, 5, 9), state)
-    assert all(np.array_equal(before[name], state[name]) for name in before)
+    assert all(torch.equal(before[name], state.values[name]) for name in before)
 
 
 @every_choice
@@ -428,7 +426,7 @@ def test_gates_for_the_gate_alone_have_the_values_of_g(choice):
     rng = np.random.default_rng(6)
     x = router_input(rng, 2, 5)
     x.h.requires_grad_()
-    routing = router(rng, choice=choice, smooth=Smooth(0.6), gate_only=True)(x)
+    routing = router(rng, choice=choice, filter=Smooth(0.6), gate_only=True)(x)
     assert torch.equal(routing.g_gate, routing.g)
     routing.g_gate[..., 0].sum().backward()
     assert x.h.grad is None
@@ -438,7 +436,7 @@ def test_gates_for_the_gate_alone_have_the_values_of_g(choice):
 def test_gates_are_fp32_under_bf16(choice):
     rng = np.random.default_rng(7)
     x = router_input(rng, 2, 6, dtype=torch.bfloat16)
-    route = Router(D, N, K, choice=choice, filter=LearnedSmooth(0.5)).to(torch.bfloat16)
+    route = Router(D, N, RoutingRule(K, choice=choice, filter=LearnedSmooth(0.5))).to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         routing = route(x)
     assert routing.g.dtype == routing.w.dtype == torch.float32
@@ -446,34 +444,37 @@ def test_gates_are_fp32_under_bf16(choice):
 
 
 @pytest.mark.parametrize(
-    "choice", [Residency(capacity=1, margin=0.0, average=0.0), Siblings(capacity=1, margin=0.0)], ids=lambda c: type(c)
+    "choice",
+    [Residency(capacity=1, margin=0.0, average=0.0), SlotChoice(capacity=1, margin=0.0)],
+    ids=lambda c: type(c),
 )
 def test_too_few_residents_are_refused(choice):
     x = router_input(np.random.default_rng(8), 1, 3)
     with pytest.raises(ConfigError, match=r"^variant.capacity: got 1, expected at least the 2 experts of a token\.$"):
-        choice(torch.zeros(1, 3, 4), 2, x, {})
+        choose(choice, torch.zeros(1, 3, 4), 2, x)
 
 
 def test_a_bonus_holds_the_first_choice_and_none_is_top_k():
     logits = torch.tensor([[[1.0, 0.0], [0.0, 0.9], [0.0, 2.0]]])
     x = router_input(np.random.default_rng(0), 1, 3)
-    assert Hysteresis(bonus=1.0)(logits, 1, x, {})[1].flatten().tolist() == [0, 0, 1]
-    assert Hysteresis(bonus=0.0)(logits, 1, x, {})[1].flatten().tolist() == [0, 1, 1]
+    assert choose(Hysteresis(bonus=1.0), logits, 1, x)[1].flatten().tolist() == [0, 0, 1]
+    assert choose(Hysteresis(bonus=0.0), logits, 1, x)[1].flatten().tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("gradient", [True, False])
-@pytest.mark.parametrize("part", [{"choice": Residency(capacity=3, margin=0.0, average=0.0)}, {"smooth": Smooth(0.5)}])
-def test_a_text_is_not_gone_on_with_from_nothing(part, gradient):
+@pytest.mark.parametrize("part", [{"choice": Residency(capacity=3, margin=0.0, average=0.0)}, {"filter": Smooth(0.5)}])
+def test_tokens_are_not_continued_without_their_state(part, gradient):
     rng = np.random.default_rng(0)
     route, x = router(rng, **part), router_input(rng, 2, 9)
-    with torch.set_grad_enabled(gradient), pytest.raises(StickyError, match="from position 5 on without the state"):
+    message = r"^RouterState: got tokens from position 5 without the state of the tokens before them;"
+    with torch.set_grad_enabled(gradient), pytest.raises(ConfigError, match=message):
         route(steps(x, 5, 9))
 
 
 @pytest.mark.parametrize("gradient", [True, False])
-def test_experts_far_below_the_best_share_alike(gradient):
+def test_experts_whose_gates_underflow_get_equal_weights(gradient):
     """Residents that the gate gives nothing, in fp32, are still all that can be chosen."""
-    route = Router(2, 3, 2, choice=Residency(capacity=2, margin=1e6, average=0.0))
+    route = Router(2, 3, RoutingRule(2, choice=Residency(capacity=2, margin=1e6, average=0.0)))
     route.gate.weight.data = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     h = torch.tensor([[[1.0, 0.0], [0.0, 150.0], [0.0, 95.0]]], requires_grad=True)
     x = replace(router_input(np.random.default_rng(0), 1, 3, dtype=torch.float32), h=h, attended=h)
@@ -487,13 +488,13 @@ def test_experts_far_below_the_best_share_alike(gradient):
 
 
 @pytest.mark.parametrize("gradient", [True, False])
-@pytest.mark.parametrize("part", [Smooth(0.5), SiblingGates(3, fast=0.5, slow=0.9)], ids=["smooth", "siblings"])
-def test_what_went_wrong_in_a_document_stays_there(part, gradient):
+@pytest.mark.parametrize("part", [Smooth(0.5), SlotGates(3, fast=0.5, slow=0.9)], ids=["smooth", "slot gates"])
+def test_nan_in_a_document_does_not_reach_the_next(part, gradient):
     rng = np.random.default_rng(0)
     doc = torch.tensor([[0, 0, 0, 1, 1, 1]])
     x = router_input(rng, 1, 6, doc)
     x.h[0, 1] = torch.nan
     with torch.set_grad_enabled(gradient):
-        g = router(rng, smooth=part)(x).g
+        g = router(rng, filter=part)(x).g
     assert g[0, 1:3].isnan().all()
     assert not g[0, 3:].isnan().any()

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from stickymoe.errors import require
 from stickymoe.routing.rules import RouterInput, RouterState, Routing, RoutingRule
 from stickymoe.routing.ties import TiedExperts
 
@@ -26,7 +25,7 @@ class Router(nn.Module):
 
     def __init__(self, d_model: int, n_experts: int, rule: RoutingRule, *, gate_only: bool = False) -> None:
         super().__init__()
-        require(1 <= rule.top_k <= n_experts, "top_k", rule.top_k, f"1 … {n_experts} (the number of experts)")
+        rule.require_fit(n_experts)
         self.rule = rule
         self.gate_only = gate_only
         self.progress = 1.0  # fraction of the training phase that has passed
@@ -36,7 +35,7 @@ class Router(nn.Module):
 
     def forward(self, x: RouterInput, state: RouterState | None = None) -> Routing:
         """Route the tokens of `x`, which continue those that `state` remembers."""
-        features: Tensor = getattr(x, self.rule.source)
+        features = x.required(self.rule.source)
         progress = self.progress if self.training else 1.0
         with _without_autocast(features.device.type):
             routing = self.rule(self._logits(features), x, state, progress)
@@ -75,7 +74,7 @@ class Experts(nn.Module):
         """eq:moe_output, on the fast path or the plain one; both give the same result, up to rounding."""
         weights: list[Tensor] = [self.up, self.up_bias, self.down, self.down_bias]
         if self.ties is not None and torch.is_grad_enabled():
-            C, shared = self.ties.capacity, self.ties.shared_at(self.progress)
+            C, shared = self.ties.capacity, self.ties.shared_at(self.progress if self.training else 1.0)
             weights = [_SharedGradient.apply(p, C, shared) for p in weights]  # type: ignore[no-untyped-call]
         return sorted_experts(h, S, w, *weights) if self.fast else plain_experts(h, S, w, *weights)
 

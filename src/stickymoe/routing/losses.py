@@ -117,19 +117,19 @@ def _pair_mean(trace: RoutingTrace, step: Float[Tensor, "L B steps"]) -> Float[T
 def anchor_by_layer(trace: RoutingTrace, *, window: int, anchor_gradient: bool = False) -> Float[Tensor, " L"]:
     """eq:hard_loss. Σ (t−s)/W · ‖g_t − g_s‖² over real tokens, s the first token of t's window; divided by real tokens.
 
-    Windows are counted from the first real token of the document. The anchor is fixed unless `anchor_gradient`.
+    Windows count the real tokens of the document. The anchor is fixed unless `anchor_gradient`.
     """
     require(window >= 1, "window", window, "a whole number ≥ 1")
     L, B, T, N = trace.g.shape
-    offset = trace.positions % window  # t − s
-    s = torch.arange(T, device=trace.g.device) - offset  # [B, T]
+    offset = trace.positions % window  # t − s, in real tokens
+    index = torch.arange(T, device=trace.g.device)
+    s = torch.where(trace.mask & (offset == 0), index, 0).cummax(1).values  # [B, T]
     anchor = trace.g.gather(2, s[None, ..., None].expand(L, B, T, N))
     if not anchor_gradient:
         anchor = anchor.detach()
     radius = (trace.g - anchor).square().sum(-1)  # [L, B, T]
-    valid = trace.mask & trace.mask.gather(1, s)
     ramp = offset / window
-    return torch.where(valid, ramp * radius, 0.0).sum((1, 2)) / trace.mask.sum().clamp(min=1)
+    return torch.where(trace.mask, ramp * radius, 0.0).sum((1, 2)) / trace.mask.sum().clamp(min=1)
 
 
 def cross_layer_loss(trace: RoutingTrace, *, share_block: int | None = None) -> Float[Tensor, ""]:
@@ -194,11 +194,12 @@ def adjacent_entropy_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
 def chunk_by_layer(trace: RoutingTrace, *, window: int) -> Float[Tensor, " L"]:
     """1 − Π_t (1 − g_t)^k, mean over experts and chunks of W tokens: the fraction of experts in use (BlockFFN).
 
-    Chunks are counted from the first real token of the document. Chunks without a real token do not count.
+    Chunks count the real tokens of the document.
     """
     require(window >= 1, "window", window, "a whole number ≥ 1")
     L, B, T, N = trace.g.shape
-    chunk = ((trace.positions % window == 0).cumsum(1) - 1).clamp(min=0)  # [B, T]
+    starts = trace.mask & (trace.positions % window == 0)
+    chunk = (starts.cumsum(1) - 1).clamp(min=0)  # [B, T]
     log_unused = trace.S.shape[-1] * (1 - trace.g).clamp(min=_SMALL).log()
     log_unused = torch.where(trace.mask[..., None], log_unused, 0.0)
     index = chunk[None, ..., None].expand(L, B, T, N)
@@ -215,7 +216,7 @@ def expected_misses_by_layer(trace: RoutingTrace, *, capacity: int) -> Float[Ten
     """
     k = trace.S.shape[-1]
     require(capacity >= k, "variant.slots", capacity, f"at least the {k} experts of a token")
-    start = trace.positions == 0
+    start = trace.mask & (trace.positions == 0)
     use = (k * trace.g).clamp(max=1)
     misses: Tensor = _SoftCache.apply(use, trace.mask, start, capacity)  # type: ignore[no-untyped-call]
     return misses.sum((1, 2, 3)) / trace.mask.sum().clamp(min=1)

@@ -53,12 +53,16 @@ class RouterInput:
     boundary: Bool[Tensor, "B T"] | None = None
     resident: Bool[Tensor, "B N"] | None = None
 
-    def array(self, name: str) -> Shaped[np.ndarray, "B T"]:
-        """A field as a contiguous array, for a compiled loop; refused if the caller did not pass it."""
+    def required(self, name: str) -> Shaped[Tensor, "B T ..."]:
+        """A field that a rule reads; refused if the caller did not pass it."""
         value: Tensor | None = getattr(self, name)
         if value is None:
             raise ConfigError(f"RouterInput: {name} is missing, but this rule reads it; pass {name}.")
-        return as_numpy(value)
+        return value
+
+    def array(self, name: str) -> Shaped[np.ndarray, "B T"]:
+        """A required field as a contiguous array, for a compiled loop."""
+        return as_numpy(self.required(name))
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,17 @@ class Scoring:
     def __post_init__(self) -> None:
         require(1 <= self.groups_kept <= self.groups, "groups_kept", self.groups_kept, f"1 … {self.groups} (groups)")
 
+    def require_fit(self, n_experts: int, top_k: int) -> None:
+        """Refuse groups and biases that do not fit the experts of a layer."""
+        if self.bias is not None:
+            require(len(self.bias) == n_experts, "bias", list(self.bias.shape), f"one number for each of {n_experts}")
+        require(n_experts % self.groups == 0, "groups", self.groups, f"a divisor of the {n_experts} experts")
+        size = n_experts // self.groups
+        if self.groups_kept < self.groups and self.group_score == "top2":
+            require(size >= 2, "groups", self.groups, f"groups of at least 2 of the {n_experts} experts for top2")
+        room = self.groups_kept * size
+        require(top_k <= room, "groups_kept", self.groups_kept, f"groups with at least {top_k} experts, not {room}")
+
     @property
     def plain(self) -> bool:
         """Whether the order of the logits decides the choice, and the weights are a renormalised softmax."""
@@ -159,10 +174,7 @@ class Scoring:
         ranked = p if self.bias is None else p + self.bias
         if self.groups_kept == self.groups:
             return ranked
-        N = p.shape[-1]
-        if N % self.groups:
-            raise ConfigError(f"groups: got {self.groups}, expected a divisor of the {N} experts.")
-        grouped = ranked.view(*ranked.shape[:-1], self.groups, N // self.groups)
+        grouped = ranked.unflatten(-1, (self.groups, -1))
         best = grouped.amax(-1) if self.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool)
         kept.scatter_(-1, top_k_experts(best, self.groups_kept), True)
@@ -330,7 +342,8 @@ class RoutingRule:
     ) -> Routing:
         """Route the tokens of `x`, which continue those that `state` remembers, by the logits of a gate."""
         state = state or RouterState()
-        _require_fit(logits, x, state)
+        self.require_fit(logits.shape[-1] // self.filter.gates)
+        _require_rows(logits, x, state)
         if logits.is_cpu and not torch.is_grad_enabled() and self.scoring.plain and self._scannable:
             return self._scan(logits, x, state, progress)
         filtered, filter_state = self.filter(logits, x, state)
@@ -342,6 +355,12 @@ class RoutingRule:
             w=self.scoring.weights(p, S),
             state=RouterState({**filter_state.values, **choice_state.values}),
         )
+
+    def require_fit(self, n_experts: int) -> None:
+        """Refuse to choose from fewer experts than a token needs."""
+        require(1 <= self.top_k <= n_experts, "top_k", self.top_k, f"1 … {n_experts} (the number of experts)")
+        if not self.scoring.plain:
+            self.scoring.require_fit(n_experts, self.top_k)
 
     @property
     def _scannable(self) -> bool:
@@ -357,7 +376,7 @@ class RoutingRule:
         return Routing(torch.from_numpy(g), torch.from_numpy(S), torch.from_numpy(w), RouterState(values))
 
 
-def _require_fit(logits: Float[Tensor, "B T M"], x: RouterInput, state: RouterState) -> None:
+def _require_rows(logits: Float[Tensor, "B T M"], x: RouterInput, state: RouterState) -> None:
     """Refuse shapes that do not fit: compiled loops do not check where they write."""
     B, T = logits.shape[:2]
     for name in ("tokens", "position", "doc", "boundary"):

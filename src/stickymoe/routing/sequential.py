@@ -238,7 +238,9 @@ class Residency(ResidentChoice):
     def choose_resident(
         self, rank: Any, g: Any, x: RouterInput, state: RouterState, strength: float, S: Any
     ) -> RouterState:
-        signal, position, N = g if self.average else rank, x.array("position"), g.shape[-1]
+        # Experts that cannot be chosen rank at −∞, which no average can be formed with.
+        signal = g if self.average else np.maximum(rank, np.finfo(rank.dtype).min)
+        position, N = x.array("position"), g.shape[-1]
         demand = state.remembered("demand", position, N, g.dtype)
         resident = state.remembered("resident", position, N, np.bool_)
         decay = 1 - (1 - self.average) ** strength  # log of the memory 1/(1−d) grows linearly

@@ -151,9 +151,7 @@ class RoutingTrace:
         )
 
 
-def _checked_mask(
-    mask: Shaped[Tensor, "B T"] | None, doc: Int[Tensor, "B T"] | None, scores: Float[Tensor, "L B T N"]
-) -> Bool[Tensor, "B T"]:
+def _checked_mask(mask: Tensor | None, doc: Tensor | None, scores: Float[Tensor, "L B T N"]) -> Bool[Tensor, "B T"]:
     """The mask as bool, all true if there is none; refused if it or `doc` does not fit the scores."""
     B, T = scores.shape[1:3]
     for name, given in (("mask", mask), ("doc", doc)):
