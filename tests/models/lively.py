@@ -1,4 +1,4 @@
-"""Small models in float64 whose experts differ and whose routing is far from uniform, so that a slip shows."""
+"""Small models in float64 whose experts differ and whose routing is far from uniform, so that errors show."""
 
 from dataclasses import replace
 from functools import cache
@@ -21,7 +21,7 @@ def kinds_of_router() -> list[str]:
     """One variant for each way to route: losses do not route."""
     kinds: dict[tuple, str] = {}
     for name in ["vanilla", *variant_names()]:
-        parts = tuple(getattr(variant_class(name), part, None) for part in ("source", "filter", "choice"))
+        parts = tuple(getattr(variant_class(name), part) for part in ("routes", "source", "filter", "choice"))
         kinds.setdefault(parts, name)
     return list(kinds.values())
 

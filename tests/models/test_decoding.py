@@ -71,7 +71,7 @@ def test_one_prefix_can_be_continued_twice(variant):
 # Documents
 
 
-def assert_apart(model, tokens, doc):
+def assert_documents_stand_alone(model, tokens, doc):
     """Each run of a document number, passed alone, gives its part of the packed pass."""
     logits, S = full(model, tokens, doc)
     B, T = tokens.shape
@@ -86,14 +86,14 @@ def assert_apart(model, tokens, doc):
 @every_variant
 @some
 @given(seed=seeds, B=batches, T=lengths, data=st.data())
-def test_packed_documents_are_the_documents_apart(variant, seed, B, T, data):
-    assert_apart(lively(variant), random_tokens(seed, B, T), data.draw(numbered(B, T)))
+def test_packed_documents_equal_the_documents_alone(variant, seed, B, T, data):
+    assert_documents_stand_alone(lively(variant), random_tokens(seed, B, T), data.draw(numbered(B, T)))
 
 
 @every_variant
 def test_a_document_number_that_comes_back_is_a_new_document(variant):
     """As it is for positions, loss pairs and caches: a border is where the number changes."""
-    assert_apart(lively(variant), random_tokens(2, 1, 9), torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 0]]))
+    assert_documents_stand_alone(lively(variant), random_tokens(2, 1, 9), torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 0]]))
 
 
 @every_variant
@@ -103,7 +103,7 @@ def test_one_document_is_no_documents(variant):
 
 
 @every_variant
-def test_documents_do_matter(variant):
+def test_documents_make_a_difference(variant):
     model, tokens = lively(variant), random_tokens(4, 1, 10)
     packed, _ = full(model, tokens, torch.tensor([[0] * 5 + [1] * 5]))
     flat, _ = full(model, tokens)
@@ -131,7 +131,7 @@ def test_a_later_token_changes_nothing_earlier(variant, seed, B, T, data):
 
 
 @every_variant
-def test_rows_of_a_batch_do_not_know_each_other(variant):
+def test_rows_of_a_batch_do_not_influence_each_other(variant):
     model, tokens = lively(variant), random_tokens(5, 3, 11)
     logits, S = full(model, tokens)
     for b in range(3):
@@ -153,7 +153,7 @@ def test_order_matters(variant):
 @every_variant
 def test_too_long_a_sequence_is_refused(variant):
     model = lively(variant)
-    with pytest.raises(StickyError, match=r"^The model sees at most seq_len=16 tokens, got 17\.$"):
+    with pytest.raises(StickyError, match=r"^tokens: got 17 in a row, expected at most seq_len=16\.$"):
         model(random_tokens(6, 2, 17))
 
 
@@ -162,7 +162,7 @@ def test_decoding_is_refused_beyond_the_last_position_and_forgets_nothing(varian
     model, tokens = lively(variant), random_tokens(7, 1, 17)
     cache = DecodeCache.empty(SIZES.n_layers)
     model(tokens[:, :15], cache=cache)
-    with pytest.raises(StickyError, match=r"at most seq_len=16 tokens, got 17\.$"):
+    with pytest.raises(StickyError, match=r"^tokens: got 17 in a row, expected at most seq_len=16\.$"):
         model(tokens[:, 15:], cache=cache)
     last = model(tokens[:, 15:16], cache=cache)
     expected, _ = full(model, tokens[:, :16])
@@ -170,16 +170,16 @@ def test_decoding_is_refused_beyond_the_last_position_and_forgets_nothing(varian
 
 
 @every_variant
-def test_documents_that_fit_are_taken_in_a_row_of_any_length(variant):
+def test_a_row_of_any_length_is_accepted_if_its_documents_fit(variant):
     model, tokens = lively(variant), random_tokens(8, 1, 20)
     doc = torch.tensor([[0] * 10 + [1] * 10])
-    assert_apart(model, tokens, doc)
+    assert_documents_stand_alone(model, tokens, doc)
 
 
-# What cannot be gone on with
+# What cannot be continued
 
 
-def test_tokens_that_are_none_are_refused():
+def test_an_empty_batch_is_refused():
     with pytest.raises(StickyError, match="at least one sequence"):
         lively("vanilla")(torch.zeros(1, 0, dtype=torch.long))
 
@@ -188,7 +188,7 @@ def test_padding_is_refused_beside_a_cache():
     model, tokens = lively("vanilla"), random_tokens(0, 1, 5)
     mask = torch.tensor([[True, True, True, True, False]])
     assert model(tokens, mask=mask).logits.shape[1] == 5
-    with pytest.raises(StickyError, match="mask: got padding with a cache"):
+    with pytest.raises(StickyError, match="mask: padding is not supported with a decode cache"):
         model(tokens, mask=mask, cache=DecodeCache.empty(SIZES.n_layers))
 
 
@@ -210,5 +210,5 @@ def test_a_cache_of_fewer_rows_is_refused():
         for layer in cache.layers
     ]
     wide = DecodeCache(layers=twice, position=cache.position.repeat(2, 1), doc=None)
-    with pytest.raises(StickyError, match=r"4 rows of tokens with a state '\w+' of 2 rows, expected 4"):
+    with pytest.raises(StickyError, match=r"^RouterState: got '\w+' of 2 rows, expected 4 as the logits\.$"):
         model(tokens[:, 4:].repeat(2, 1), cache=wide)

@@ -2,15 +2,14 @@
 
 from math import erf, sqrt
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stickymoe.routing.routers import Router, RouterInput
 
 import reference
-from stickymoe.models.moe import Experts, FeedForward, MoE
+from stickymoe.models.moe import Experts, FeedForward, MoE, Router
+from stickymoe.routing.rules import RouterInput, RoutingRule
 
 D, F = 5, 7
 TOLERANCE = {torch.float64: {"rtol": 1e-9, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
@@ -24,7 +23,7 @@ seeds = st.integers(0, 10_000)
 
 def layer(N, k, seed, dtype, *, fast):
     """A layer with large random weights and biases."""
-    made = MoE(Router(D, N, k), Experts(N, D, F, fast=fast)).to(dtype)
+    made = MoE(Router(D, N, RoutingRule(k)), Experts(N, D, F, fast=fast)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     for p in made.parameters():
         p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -34,12 +33,6 @@ def layer(N, k, seed, dtype, *, fast):
 def hidden(n, seed, dtype):
     h = torch.randn(1, n, D, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     return h.to(dtype).requires_grad_()
-
-
-def router_input(h):
-    B, n = h.shape[:2]
-    zeros = np.zeros((B, n), np.int64)
-    return RouterInput(h=h, attended=torch.zeros_like(h), tokens=zeros, position=np.tile(np.arange(n), (B, 1)))
 
 
 def gelu(x):
@@ -74,7 +67,7 @@ def gradients(made, h, y):
 
 
 def assert_naive(made, h, k):
-    y, routing = made(router_input(h), None)
+    y, routing = made(RouterInput(h), None)
     expected = naive(made, h, k)
     close = TOLERANCE[h.dtype]
     assert y.dtype == h.dtype
@@ -95,13 +88,13 @@ def test_the_layer_is_that_of_the_paper_with_gradients(fast, dtype, size, seed):
 
 
 @each_path
-def test_idle_experts_do_no_harm_and_get_no_gradient(fast):
+def test_idle_experts_change_nothing_and_get_no_gradient(fast):
     made = layer(8, 2, 3, torch.float64, fast=fast)
     h = hidden(1, 4, torch.float64)
     routing = assert_naive(made, h, 2)
     idle = sorted(set(range(8)) - set(routing.S.flatten().tolist()))
     assert len(idle) == 6
-    y, _ = made(router_input(h), None)
+    y, _ = made(RouterInput(h), None)
     y.sum().backward()
     for p in made.experts.parameters():
         assert (p.grad[idle] == 0).all()
@@ -126,9 +119,9 @@ def test_batches_are_flattened_and_given_back(fast):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_the_layer_gives_the_same(fast, mode):
     made, h = layer(5, 2, 7, torch.float64, fast=fast), hidden(6, 7, torch.float64)
-    expected, _ = made(router_input(h), None)
+    expected, _ = made(RouterInput(h), None)
     with mode():
-        y, _ = made(router_input(h), None)
+        y, _ = made(RouterInput(h), None)
     torch.testing.assert_close(y, expected.detach(), rtol=0, atol=1e-14)
     assert not y.requires_grad
 
@@ -139,7 +132,7 @@ def test_frozen_experts_leave_gradient_to_the_gate(fast):
     made, h = layer(5, 2, 8, torch.float64, fast=fast), hidden(6, 8, torch.float64)
     wanted = gradients(made, h, naive(made, h, 2))["router.gate.weight"]
     made.experts.requires_grad_(False)
-    y, _ = made(router_input(h.detach()), None)
+    y, _ = made(RouterInput(h.detach()), None)
     (y * torch.arange(1, y.numel() + 1, dtype=y.dtype).view_as(y).cos()).sum().backward()
     torch.testing.assert_close(made.router.gate.weight.grad, wanted, rtol=1e-9, atol=1e-11)
     assert all(p.grad is None for p in made.experts.parameters())
@@ -152,7 +145,7 @@ def test_the_output_scales_with_the_experts_not_with_the_gates(fast):
     for p in made.experts.parameters():
         p.data[:] = p.data[:1].clone()
     h = hidden(6, 9, torch.float64)
-    y, _ = made(router_input(h), None)
+    y, _ = made(RouterInput(h), None)
     e = made.experts
     one = gelu(h @ e.up[0].T + e.up_bias[0]) @ e.down[0].T + e.down_bias[0]
     torch.testing.assert_close(y, one, rtol=1e-9, atol=1e-11)
@@ -161,9 +154,9 @@ def test_the_output_scales_with_the_experts_not_with_the_gates(fast):
 @each_path
 def test_under_bf16_the_layer_stays_near_fp32(fast):
     made, h = layer(4, 2, 10, torch.float32, fast=fast), hidden(8, 10, torch.float32)
-    exact, routing = made(router_input(h), None)
+    exact, routing = made(RouterInput(h), None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, under_bf16 = made(router_input(h), None)
+        y, under_bf16 = made(RouterInput(h), None)
         y.float().sum().backward()
     assert torch.equal(under_bf16.S, routing.S)
     assert torch.equal(under_bf16.g, routing.g)

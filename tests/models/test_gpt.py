@@ -16,7 +16,7 @@ from stickymoe.models.moe import MoE
 from stickymoe.runs.config import ModelConfig, RunConfig
 from stickymoe.runs.presets import preset
 from stickymoe.training.build import build_model
-from stickymoe.variants import RouterSite, variant_class
+from stickymoe.variants import Site, variant_class
 
 every_variant = pytest.mark.parametrize("variant", kinds_of_router())
 GPT2_VOCAB = 50_257
@@ -185,14 +185,14 @@ def test_fast_and_plain_paths_give_the_same(variant):
     """Loss, logits, choices and every gradient."""
     chosen = variant_class(variant)()
 
-    def make_router(layer):
-        return chosen.router(RouterSite(layer, SIZES.d_model, SIZES.n_experts, SIZES.top_k))
+    def make_parts(layer):
+        return chosen.parts(Site(layer, SIZES.d_model, SIZES.n_experts, SIZES.top_k, VOCAB))
 
     tokens, targets = random_tokens(0, 2, 9), random_tokens(1, 2, 9)
     targets[0, 3] = -100
     results = {}
     for fast in (True, False):
-        model = GPT(SIZES, VOCAB, make_router, fast=fast).double()
+        model = GPT(SIZES, VOCAB, make_parts, fast=fast).double()
         model.load_state_dict(lively(variant).state_dict())
         out = model(tokens, targets)
         out.loss.backward()

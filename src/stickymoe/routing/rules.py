@@ -174,7 +174,7 @@ class Scoring:
         ranked = p if self.bias is None else p + self.bias
         if self.groups_kept == self.groups:
             return ranked
-        grouped = ranked.unflatten(-1, (self.groups, -1))
+        grouped = ranked.view(*ranked.shape[:-1], self.groups, -1)
         best = grouped.amax(-1) if self.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool)
         kept.scatter_(-1, top_k_experts(best, self.groups_kept), True)
