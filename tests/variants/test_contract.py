@@ -1,6 +1,5 @@
 """What every variant promises. A new file in `variants/` is held to it with no edit here."""
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -17,24 +16,26 @@ from hypothesis import strategies as st
 from stickymoe.cli import main
 from stickymoe.errors import ConfigError
 from stickymoe.models.gpt import DecodeCache
-from stickymoe.routing.losses import LossContext
+from stickymoe.routing.losses import objective
 from stickymoe.runs.config import ModelConfig, RunConfig
 from stickymoe.runs.settings import read_config
 from stickymoe.training.build import build_model
-from stickymoe.variants import base, hyper, register, variant_class, variant_names
-from stickymoe.variants.base import Routed
+from stickymoe.variants import base, hyper, hypers, register, variant, variant_class, variant_names
+from stickymoe.variants.base import (
+    ABOVE_ZERO,
+    BELOW_ONE,
+    COUNT,
+    COUNT_OR_NONE,
+    FRACTION,
+    SWITCH,
+    WEIGHT,
+    WEIGHTS,
+    Balanced,
+    Check,
+)
 
 every_variant = pytest.mark.parametrize("name", variant_names())
-FIELDS = [(name, f) for name in variant_names() for f in dataclasses.fields(variant_class(name))]
-NUMBERS = [(n, f) for n, f in FIELDS if isinstance(f.default, int | float) and not isinstance(f.default, bool)]
-
-
-def over(fields):
-    return pytest.mark.parametrize(("name", "field"), fields, ids=[f"{name}.{f.name}" for name, f in fields])
-
-
-every_field, every_number = over(FIELDS), over(NUMBERS)
-every_main = over([(name, f) for name, f in FIELDS if f.metadata.get("always")])
+every_tunable = pytest.mark.parametrize("name", [name for name in variant_names() if hypers(name)])
 PAPER = {"dense", "hard_window", "oracle", "remoe", "soft", "soft_hard", "vanilla"}
 VOCAB = 31
 SIZES = ModelConfig(d_model=16, n_layers=3, n_heads=2, n_experts=5, top_k=2, d_ff=12, seq_len=24)
@@ -42,7 +43,7 @@ LOGGED_BESIDE_TERMS = {"loss", "ce", "switch_rate", "grad_norm"}
 
 
 def config_of(name: str, **settings) -> RunConfig:
-    return RunConfig(model=SIZES, variant=variant_class(name)(**settings))
+    return RunConfig(model=SIZES, variant=variant(name, **settings))
 
 
 def tokens_for(seed: int, B: int = 4, T: int = SIZES.seq_len) -> torch.Tensor:
@@ -64,7 +65,7 @@ def test_shapes_of_the_trace(name, documents):
     doc = (torch.arange(SIZES.seq_len) // 7).expand(4, -1) if documents else None
     trace = model(tokens, doc=doc).trace
     if trace is None:
-        assert not any(phase.terms for phase in variant_class(name)().phases()), "terms need routing"
+        assert not any(phase.terms for phase in variant(name).phases()), "terms need routing"
         return
     L, B, T = SIZES.n_layers, *tokens.shape
     assert trace.g.shape == (L, B, T, SIZES.n_experts)
@@ -81,18 +82,17 @@ def test_shapes_of_the_trace(name, documents):
 @every_variant
 @pytest.mark.parametrize("documents", [False, True], ids=["flat", "documents"])
 def test_loss_and_gradients_are_finite_and_reach_every_weight(name, documents):
-    variant = variant_class(name)()
     doc = (torch.arange(SIZES.seq_len) // 7).expand(4, -1) if documents else None
-    for phase in variant.phases():
+    for phase in variant(name).phases():
         model = build_model(config_of(name), VOCAB)
         out = model(tokens_for(0), tokens_for(1), doc=doc)
         loss = out.loss
-        for term in phase.terms:
-            value = term.fn(out.trace, LossContext())
-            assert value.shape in ((), (SIZES.n_layers,))
-            assert value.isfinite().all(), f"{phase.name}: {term.symbol}"
-            assert value.requires_grad, f"{phase.name}: {term.symbol} trains nothing"
-            loss = loss + (term.weight * value).mean()
+        if out.trace is not None:
+            terms = objective(out.trace, phase.terms)
+            for symbol, value in terms.values.items():
+                assert value.isfinite(), f"{phase.name}: {symbol}"
+                assert value.requires_grad, f"{phase.name}: {symbol} trains nothing"
+            loss = loss + terms.total
         assert loss.isfinite()
         loss.backward()
         for weight, p in model.named_parameters():
@@ -104,11 +104,10 @@ def test_loss_and_gradients_are_finite_and_reach_every_weight(name, documents):
 @every_variant
 def test_every_term_reaches_every_gate_alone(name):
     """A term that is cut off from the routers of some layer would train nothing there."""
-    variant = variant_class(name)()
-    for phase in variant.phases():
+    for phase in variant(name).phases():
         for term in phase.terms:
             model = build_model(config_of(name), VOCAB)
-            term.fn(model(tokens_for(0)).trace, LossContext()).mean().backward()
+            objective(model(tokens_for(0)).trace, [term]).values[term.symbol].backward()
             for block in model.blocks:
                 grad = block.ffn.router.gate.weight.grad
                 assert grad.isfinite().all(), f"{phase.name}: {term.symbol}"
@@ -121,9 +120,9 @@ def test_a_step_of_one_token_trains(name):
     model = build_model(config_of(name), VOCAB)
     out = model(tokens_for(0, B=1, T=1), tokens_for(1, B=1, T=1))
     loss = out.loss
-    for phase in variant_class(name)().phases():
-        for term in phase.terms:
-            loss = loss + (term.weight * term.fn(out.trace, LossContext())).mean()
+    for phase in variant(name).phases():
+        if out.trace is not None:
+            loss = loss + objective(out.trace, phase.terms).total
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
@@ -150,51 +149,51 @@ def test_decode_equals_prefill(name, documents):
                 torch.testing.assert_close(step.trace.g, whole.trace.g[:, :, part], rtol=0, atol=1e-9)
 
 
-# Words and phases
+# Labels and phases
 
 
 @every_variant
-def test_label_and_equation_say_something(name):
-    variant = variant_class(name)()
-    assert variant.name == name
+def test_name_label_and_equation(name):
+    chosen = variant(name)
+    assert chosen.name == name
     assert re.fullmatch(r"[a-z][a-z0-9_]*", name), "a name is a flag and part of a folder's name"
-    assert variant.label.split()[0] == name
-    assert "L" in variant.equation
+    assert chosen.label.split()[0] == name
+    assert "L" in chosen.equation
     assert variant_class(name).__doc__.strip()
 
 
-@every_field
-def test_label_and_key_tell_every_departure_from_the_default(name, field):
-    cls = variant_class(name)
-    departures = {
-        bool: lambda on: not on,
-        int: lambda n: n + 1,
-        float: lambda x: (x or 1) / 2,
-        tuple: lambda _: (0.5, 1),
-    }
-    other = cls(**{field.name: departures[type(field.default)](field.default)})
-    assert other.label != cls().label
-    assert other.key != cls().key
-    assert field.metadata.get("symbol", field.name) in other.label
-    assert re.fullmatch(r"[A-Za-z0-9_.+-]+", other.key), "a key is part of a file name"
+DEPARTURES = {bool: lambda on: not on, int: lambda n: n + 1, float: lambda x: (x or 1) / 2, tuple: lambda _: (0.5, 1)}
 
 
-@every_main
-def test_labels_and_keys_tell_the_main_hyper_parameters(name, field):
-    variant = variant_class(name)()
-    in_label = f"{field.metadata['symbol']}={field.default:g}" in variant.label.split()
-    assert in_label != field.metadata["minor"]
-    assert f"{field.name}{field.default:g}" in variant.key.split("-")
+@every_tunable
+def test_label_and_key_show_every_departure_from_the_default(name):
+    default = variant(name)
+    for key, declared in hypers(name).items():
+        other = variant(name, **{key: DEPARTURES[type(declared.default)](declared.default)})
+        assert other.label != default.label
+        assert other.key != default.key
+        assert declared.symbol in other.label
+        assert re.fullmatch(r"[A-Za-z0-9_.+-]+", other.key), "a key is part of a file name"
+
+
+@every_tunable
+def test_label_and_key_show_the_main_hyper_parameters(name):
+    chosen = variant(name)
+    for key, declared in hypers(name).items():
+        if declared.always:
+            in_label = f"{declared.symbol}={declared.default:g}" in chosen.label.split()
+            assert in_label != declared.minor
+            assert f"{key}{declared.default:g}" in chosen.key.split("-")
 
 
 def test_labels_are_distinct():
-    labels = [variant_class(name)().label for name in variant_names()]
+    labels = [variant(name).label for name in variant_names()]
     assert len(set(labels)) == len(labels)
 
 
 @every_variant
 def test_phases(name):
-    phases = variant_class(name)().phases()
+    phases = variant(name).phases()
     assert phases[0].share == 1, "train.steps is the length of the first phase"
     assert phases[0].trains == "all"
     assert len({phase.name for phase in phases}) == len(phases)
@@ -208,10 +207,53 @@ def test_phases(name):
         assert all(isfinite(term.weight) and term.weight >= 0 for term in phase.terms)
 
 
-@every_field
-def test_every_hyper_parameter_is_explained(name, field):
-    """`train --help` takes the words from the docstring."""
-    assert re.search(rf"^\s+{field.name}: \S", variant_class(name).__doc__, re.MULTILINE)
+@every_tunable
+def test_help_explains_every_hyper_parameter(name, capsys):
+    assert main(["train", "--variant", name, "--help"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for key, declared in hypers(name).items():
+        assert f"--variant.{key} " in printed
+        assert " ".join(declared.help.split()) in printed
+
+
+# Checks
+
+CHECKS = {
+    "weight": (WEIGHT, [0, 0.0, 1, 2.5, 1e300], [-1, -1e-9, nan, inf, -inf, True, "1", None]),
+    "weights": (WEIGHTS, [(), (0.0, 2), [1.5]], [(1.0, -1.0), (nan,), ("1",), 1.0, None]),
+    "fraction": (FRACTION, [0, 0.5, 1], [-0.1, 1.1, nan, inf, -inf, False, "0.5"]),
+    "below one": (BELOW_ONE, [0, 0.999], [1, 1.0, -0.1, nan, inf]),
+    "above zero": (ABOVE_ZERO, [1e-9, 1], [0, 0.0, 1.1, -1, nan, inf]),
+    "count": (COUNT, [1, 10**9], [0, -1, 1.0, nan, True, "1", None]),
+    "count or none": (COUNT_OR_NONE, [0, 1], [-1, 0.0, False, None]),
+    "switch": (SWITCH, [True, False], [0, 1, "true", None]),
+}
+
+
+@pytest.mark.parametrize(("check", "good", "bad"), CHECKS.values(), ids=CHECKS.keys())
+def test_a_check_accepts_and_refuses(check, good, bad):
+    assert isinstance(check, Check)
+    assert all(check.accepts(value) for value in good)
+    assert not any(check.accepts(value) for value in bad)
+    assert check.expected
+
+
+@every_tunable
+def test_every_hyper_parameter_has_its_check(name):
+    """A value that the check refuses is refused by the variant, in one line."""
+    refused = {id(check): bad[0] for check, _, bad in CHECKS.values()}
+    for key, declared in hypers(name).items():
+        assert declared.check.accepts(declared.default)
+        value = refused[id(declared.check)]
+        with pytest.raises(ConfigError) as e:
+            variant(name, **{key: value})
+        assert str(e.value) == f"variant.{key}: got {value!r}, expected {declared.check.expected}."
+
+
+@every_tunable
+def test_every_hyper_parameter_has_the_type_of_its_default(name):
+    for declared in hypers(name).values():
+        assert declared.type == tuple[float, ...] or type(declared.default) is declared.type
 
 
 # Configuration
@@ -230,15 +272,15 @@ LIMITS = {
     "groups": (1, SIZES.n_experts),
     "pinned": (1, SIZES.top_k - 1),
     "free": (0, 0.5),
-    "rise": (0, 0.5),
+    "anneal": (0, 0.5),
 }
 
 
 @st.composite
-def settings_of(draw, cls):
-    """Hyper-parameters that the variant takes with a model of these SIZES, each another than its default."""
+def settings_of(draw, name):
+    """Hyper-parameters that the variant accepts with a model of these SIZES."""
     values = {}
-    for f in dataclasses.fields(cls):
+    for f in hypers(name).values():
         if isinstance(f.default, bool):
             values[f.name] = not f.default
         elif isinstance(f.default, int):
@@ -255,7 +297,7 @@ def settings_of(draw, cls):
 @settings(deadline=None, max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_config_survives_yaml_and_flags(name, tmp_path, data):
-    values = data.draw(settings_of(variant_class(name)))
+    values = data.draw(settings_of(name))
     config = config_of(name, **values)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
@@ -267,38 +309,33 @@ def test_any_config_survives_yaml_and_flags(name, tmp_path, data):
     assert read_config(flags, variant=name).variant == config.variant
 
 
-@every_number
-def test_a_whole_number_for_a_fraction_is_the_same_setting(name, field, tmp_path):
+def test_a_whole_number_for_a_fraction_is_the_same_setting(tmp_path):
     """`1` and `1.0` are one run, so one text of the config."""
-    if isinstance(field.default, int):
-        with pytest.raises(ConfigError, match=rf"^variant\.{field.name}: got .*1\.5.*, expected .*int.*\.$"):
-            read_config([f"--variant.{field.name}=1.5"], variant=name)
-        return
     file, texts = tmp_path / "config.yaml", set()
     for written in ("1", "1.0"):
-        with contextlib.suppress(ConfigError):  # a few must be below 1
-            texts.add(json.dumps(read_config([f"--variant.{field.name}={written}"], variant=name).as_dict()))
-            file.write_text(f"variant:\n  name: {name}\n  {field.name}: {written}\n")
-            texts.add(json.dumps(read_config(file=file).as_dict()))
-    assert len(texts) <= 1
+        texts.add(json.dumps(read_config([f"--variant.lam={written}"], variant="soft").as_dict()))
+        file.write_text(f"variant:\n  name: soft\n  lam: {written}\n")
+        texts.add(json.dumps(read_config(file=file).as_dict()))
+    assert len(texts) == 1
 
 
-@every_number
-@pytest.mark.parametrize("bad", [-1, nan, inf, -inf])
-def test_below_zero_and_no_number_are_refused(name, field, bad):
-    """From Python, in the field's own type; from flags, whatever was typed."""
-    if isinstance(field.default, float) or isfinite(bad):
-        value = type(field.default)(bad)
-        with pytest.raises(ConfigError, match=rf"^variant\.{field.name}: got {value!r}, expected .+\.$"):
-            variant_class(name)(**{field.name: value})
-    with pytest.raises(ConfigError, match=rf"^variant\.{field.name}: got .*{bad}.*, expected .+\.$"):
-        read_config([f"--variant.{field.name}={bad}"], variant=name)
-
-
-@every_number
-def test_a_word_for_a_number_is_refused_in_one_line(name, field):
-    with pytest.raises(ConfigError, match=rf"^variant\.{field.name}: got .*much.*, expected .+\.$"):
-        read_config([f"--variant.{field.name}=much"], variant=name)
+@pytest.mark.parametrize(
+    ("name", "setting", "expected"),
+    [
+        ("soft", "lam=-1", "variant.lam: got -1.0, expected a finite number ≥ 0."),
+        ("soft", "lam=.nan", "variant.lam: got nan, expected a finite number ≥ 0."),
+        ("soft", "lam=much", "variant.lam: got 'much', expected float."),
+        ("soft_hard", "window=0", "variant.window: got 0, expected a whole number ≥ 1."),
+        ("soft_hard", "window=1.5", "variant.window: got '1.5', expected int."),
+        ("soft", "gate_only=perhaps", "variant.gate_only: got 'perhaps', expected bool."),
+        ("graded", "layers=[1,-1]", "variant.layers: got (1.0, -1.0), expected a list of finite numbers ≥ 0."),
+        ("graded", "layers=much", "variant.layers: got 'much', expected a list such as [2,3]."),
+    ],
+)
+def test_a_bad_flag_is_refused_in_one_line(name, setting, expected):
+    with pytest.raises(ConfigError) as e:
+        read_config([f"--variant.{setting}"], variant=name)
+    assert str(e.value) == expected
 
 
 # Registration
@@ -306,22 +343,17 @@ def test_a_word_for_a_number_is_refused_in_one_line(name, field):
 
 @pytest.fixture
 def drifting():
-    """A variant of the test's own, as a new file would add it; forgotten afterwards."""
+    """A variant of the test's own, as a new file would add it; removed afterwards."""
 
     @register
     @dataclass(frozen=True)
-    class Drifting(Routed):
-        """Stays near g[t-1] (see [soft]), and drifts.
-
-        Args:
-            mu: weight μ of the load-balancing loss
-            drift: weight δ of the drift
-        """
+    class Drifting(Balanced):
+        """Stays near g[t-1] (see [soft]), and drifts."""
 
         name: ClassVar[str] = "drifting"
         equation: ClassVar[str] = "L = L_CE + μ·L_bal + δ·drift[t]"
 
-        drift: float = hyper(0.25, "δ")
+        drift: float = hyper(0.25, "δ", "weight δ of the drift", WEIGHT)
 
     yield Drifting
     del base._REGISTRY["drifting"]
@@ -351,17 +383,16 @@ def test_a_new_variant_is_on_the_command_line(drifting, capsys):
     assert "weight δ of the drift" in capsys.readouterr().out
 
 
-@every_variant
-def test_every_variant_is_listed_with_its_words(name, capsys):
+def test_every_variant_is_listed_with_its_summary_and_equation(capsys):
     assert main(["variants"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    cls = variant_class(name)
-    place = lines.index(f"{name}  {cls.__doc__.strip().splitlines()[0]}")
-    assert lines[place + 1].strip() == cls.equation
+    for name in variant_names():
+        cls = variant_class(name)
+        place = lines.index(f"{name}  {cls.__doc__.strip().splitlines()[0]}")
+        assert lines[place + 1].strip() == cls.equation
 
 
-def test_a_new_variant_is_listed_in_its_own_words(drifting, capsys):
-    """Brackets are the author's, not the terminal's."""
+def test_brackets_in_the_summary_of_a_variant_are_printed(drifting, capsys):
     assert main(["variants"]) == 0
     assert "drifting  Stays near g[t-1] (see [soft]), and drifts." in capsys.readouterr().out
 
@@ -371,13 +402,13 @@ def test_a_new_variant_builds_a_model(drifting):
     assert out.trace.g.shape[-1] == SIZES.n_experts
 
 
-def test_a_name_is_taken_once(drifting):
+def test_a_name_is_registered_once(drifting):
     with pytest.raises(ConfigError, match=r"^Variant 'drifting' is registered twice: .+\.$"):
         register(drifting)
     assert variant_class("drifting") is drifting
 
 
-def test_a_forgotten_variant_is_unknown():
+def test_a_removed_variant_is_unknown():
     assert "drifting" not in variant_names()
 
 
@@ -389,7 +420,7 @@ def test_a_forgotten_variant_is_unknown():
         ("hardwindow", "Unknown variant 'hardwindow'. Did you mean 'hard_window'?"),
     ],
 )
-def test_an_unknown_variant_is_told_its_near_names(typed, message, tmp_path, capsys):
+def test_an_unknown_variant_is_refused_with_its_near_names(typed, message, tmp_path, capsys):
     file = tmp_path / "config.yaml"
     file.write_text(f"variant: {typed}\n")
     for read in (lambda: variant_class(typed), lambda: read_config(variant=typed), lambda: read_config(file=file)):
@@ -400,7 +431,7 @@ def test_an_unknown_variant_is_told_its_near_names(typed, message, tmp_path, cap
     assert capsys.readouterr().err == f"stickymoe: {message}\n"
 
 
-def test_a_variant_like_no_other_is_told_all_names():
+def test_a_variant_like_no_other_is_refused_with_all_names():
     with pytest.raises(ConfigError, match=r"^Unknown variant 'qqq'\. Known: (\w+, )+\w+\.$") as e:
         variant_class("qqq")
     assert all(name in str(e.value) for name in variant_names())

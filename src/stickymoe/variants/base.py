@@ -65,7 +65,9 @@ def _is_whole(value: Any) -> bool:
 
 
 WEIGHT = Check(lambda x: _is_number(x) and x >= 0, "a finite number ≥ 0")
-WEIGHTS = Check(lambda xs: all(WEIGHT.accepts(x) for x in xs), "finite numbers ≥ 0")
+WEIGHTS = Check(
+    lambda xs: isinstance(xs, tuple | list) and all(WEIGHT.accepts(x) for x in xs), "a list of finite numbers ≥ 0"
+)
 FRACTION = Check(lambda x: _is_number(x) and 0 <= x <= 1, "a number in [0, 1]")
 BELOW_ONE = Check(lambda x: _is_number(x) and 0 <= x < 1, "a number in [0, 1)")
 ABOVE_ZERO = Check(lambda x: _is_number(x) and 0 < x <= 1, "a number in (0, 1]")
