@@ -4,10 +4,10 @@
     python benchmarks/routers.py --only smooth,residency --rounds 3      a quick look without a record
 
 A variant's own work is all layers' routers and its loss terms on hidden states that are there already: 16×256 tokens
-with gradient in training, one token after another behind a prefix in decoding. Where experts are kin, sharing their
-gradients is part of it. What it adds is its own work less vanilla's of the same round, the median over rounds with its
-95 % interval. In decoding, variants that differ from vanilla by their losses alone are left out, and vanilla takes part
-three times: what lies between the three is noise.
+with gradient in training, one token after another behind a prefix in decoding. Where experts share a slot, sharing
+their gradients is part of it. What it adds is its own work less vanilla's of the same round, the median over rounds
+with its 95 % interval. In decoding, variants that differ from vanilla by their losses alone are omitted, and vanilla
+takes part three times: the spread of the three is noise.
 """
 
 from __future__ import annotations
@@ -86,24 +86,26 @@ def decode_step(a: argparse.Namespace) -> Work:
 def _routers(a: argparse.Namespace, variant: str) -> list[Any]:
     import torch
 
-    from stickymoe.variants import RouterSite
+    from stickymoe.models.moe import Router
+    from stickymoe.variants import Site
 
     torch.manual_seed(0)
     config = config_of(a, variant)
     c = config.model
-    sites = [RouterSite(layer, c.d_model, c.n_experts, c.top_k) for layer in range(c.n_layers)]
-    return [config.variant.router(site) for site in sites]
+    sites = [Site(layer, c.d_model, c.n_experts, c.top_k, VOCAB) for layer in range(c.n_layers)]
+    parts = [config.variant.parts(site) for site in sites]
+    return [Router(c.d_model, c.n_experts, part.rule, gate_only=part.gate_only) for part in parts]
 
 
 def _inputs(rows: int, length: int) -> Any:
-    import numpy as np
     import torch
-    from stickymoe.routing.routers import RouterInput
+
+    from stickymoe.routing.rules import RouterInput
 
     rng = torch.Generator().manual_seed(1)
     h, attended = (torch.randn(rows, length, 128, generator=rng) for _ in range(2))
-    tokens = torch.randint(0, VOCAB, (rows, length), generator=rng).numpy()
-    position = np.tile(np.arange(length), (rows, 1))
+    tokens = torch.randint(0, VOCAB, (rows, length), generator=rng)
+    position = torch.arange(length).expand(rows, -1)
     return RouterInput(h, attended, tokens, position, boundary=torch.rand(rows, length, generator=rng) < 0.04)
 
 
@@ -112,7 +114,7 @@ def own_training(a: argparse.Namespace, variant: str) -> Work:
 
     from stickymoe.models.gpt import _stack
     from stickymoe.models.moe import _SharedGradient
-    from stickymoe.routing.losses import LossContext
+    from stickymoe.routing.losses import objective
 
     routers, x = _routers(a, variant), _inputs(B, T)
     x.h.requires_grad_()
@@ -120,28 +122,26 @@ def own_training(a: argparse.Namespace, variant: str) -> Work:
     mask = torch.ones(B, T, dtype=torch.bool)
     config = config_of(a, variant)
     terms = config.variant.phases()[-1].terms
-    families, stacks = config.variant.families, _stacks(config)
+    ties, stacks = config.variant.ties(), _stacks(config)
 
     def work() -> None:
         routed = [router(x) for router in routers]
         loss = torch.stack([routing.w[..., 0].sum() for routing in routed]).sum()
         trace = _stack(routed, mask, None, x.boundary)
-        for term in terms:
-            loss = loss + term.weighed(term.fn(trace, LossContext()))
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss + objective(trace, terms).total)
         for stack, gradient in stacks:
-            torch.autograd.backward(_SharedGradient.apply(stack, families.capacity, families.kin), gradient)
+            torch.autograd.backward(_SharedGradient.apply(stack, ties.capacity, ties.shared_gradient), gradient)
             stack.grad = None
 
     return work
 
 
 def _stacks(config: Any) -> list[tuple[Any, Any]]:
-    """The experts' weights whose gradients are shared, and such gradients; none where no experts are kin."""
+    """The experts' weights whose gradients are shared, and such gradients; none where no experts are tied."""
     import torch
 
     c = config.model
-    if config.variant.families is None:
+    if config.variant.ties() is None:
         return []
     sizes = [(c.n_experts, c.d_ff, c.d_model), (c.n_experts, c.d_model, c.d_ff)] * c.n_layers
     return [(torch.zeros(size, requires_grad=True), torch.ones(size)) for size in sizes]
@@ -202,10 +202,10 @@ def added(timings: list[Timing], whole: str, kind: str) -> dict[str, dict[str, f
 
 def same_router(a: argparse.Namespace, variant: str) -> bool:
     """Whether a variant differs from vanilla by its losses alone."""
-    from stickymoe.routing.routers import Hidden, TopK, Unfiltered
+    from stickymoe.routing.rules import TopK, Unfiltered
 
-    router = _routers(a, variant)[0]
-    return (type(router.source), type(router.filter), type(router.choice)) == (Hidden, Unfiltered, TopK)
+    rule = _routers(a, variant)[0].rule
+    return (rule.source, type(rule.filter), type(rule.choice)) == ("h", Unfiltered, TopK)
 
 
 def measure(a: argparse.Namespace, variants: list[str]) -> dict[str, Any]:

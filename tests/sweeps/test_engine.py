@@ -141,7 +141,7 @@ def test_remoe_begins_from_the_end_of_vanilla_and_from_nothing_before(grid, tmp_
     shutil.rmtree(vanilla.folder.checkpoints / "step-000006")
     assert list(vanilla.folder.checkpoints.iterdir()), "there are earlier ones"
     (remoe,) = cells_of(grid, tmp_path, "remoe")
-    with pytest.raises(RunError, match=r"no whole checkpoint of its last step.*leave out --first_phase"):
+    with pytest.raises(RunError, match=r"no intact checkpoint of its last step.*omit --first_phase"):
         train(remoe.config, remoe.folder.path, first_phase=vanilla.folder.path, quiet=True)
     assert RunRecord.read(remoe.folder.record).status == "failed"
 

@@ -38,7 +38,7 @@ def small(flags: list[str]) -> Callable[..., RunConfig]:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RunConfig], Path]:
-    """The folder of a config's run, carried out in one go. Not to be written to."""
+    """The folder of a config's run, trained without a stop. Not to be written to."""
 
     @functools.cache
     def run(config: RunConfig) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from processes import Child, contents, die, on_call, raise_at_step, same_results
 
+from stickymoe import files
 from stickymoe.cli import main
 from stickymoe.errors import InterruptedRunError, RunError
 from stickymoe.runs.config import RunConfig
@@ -122,9 +123,9 @@ class TestCtrlC:
         with monkeypatch.context() as patch:
             raise_at_step(patch, 7, signal.SIGINT)
             assert main(["train", "--preset", "tiny", *flags, "--quiet", "--out", str(out)]) == 130
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        _, _, command = said.partition("Go on with: ")
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1
+        _, _, command = message.partition("Resume with: ")
         program, *args = shlex.split(command)
         assert program == "stickymoe"
         assert main([*args, "--quiet"]) == 0
@@ -144,16 +145,16 @@ class TestCtrlC:
             while not (out / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < give_up:
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=60)
+            _, message = process.communicate(timeout=60)
         finally:
             process.kill()
-        assert process.returncode == 130, said
-        assert "Traceback" not in said
-        assert f"stickymoe train --resume --out {out}" in said
+        assert process.returncode == 130, message
+        assert "Traceback" not in message
+        assert f"stickymoe train --resume --out {out}" in message
         record = RunRecord.read(out / "record.json")
         assert record.status == "interrupted"
         last = RunFolder(out).read_metrics()[-1]["step"]
-        assert f"Stopped at step {last} of 100000" in said
+        assert f"Stopped at step {last} of 100000" in message
         assert (out / "checkpoints" / f"step-{last:06d}").is_dir()
 
 
@@ -186,7 +187,7 @@ MOMENTS: dict[str, tuple[Any, str, int, Callable[..., None], str]] = {
     "before the first save": (loop, "save_checkpoint", 1, lambda *_: die(), "before"),
     "inside the first save": (checkpoint, "save_file", 1, torn_save, "before"),
     "inside a save": (checkpoint, "save_file", 6, torn_save, "before"),
-    "before a save is whole": (checkpoint, "_sync", 3, lambda *_: die(), "before"),
+    "before a save is complete": (files, "_sync", 3, lambda *_: die(), "before"),
     "before an old one is dropped": (checkpoint.shutil, "rmtree", 1, lambda *_, **__: die(), "before"),
     "while an old one is dropped": (checkpoint.shutil, "rmtree", 1, torn_delete, "before"),
     "after a save": (loop, "save_checkpoint", 2, lambda *_: die(), "after"),
@@ -239,7 +240,7 @@ class TestKilled:
         out = tmp_path / "run"
 
         def work() -> None:
-            on_call(loop._Run, "_step", step, lambda *_: die())
+            on_call(loop._Run, "_update", step, lambda *_: die())
             train(remoe, out, quiet=True)
 
         assert Child(work, tmp_path / "outputs").wait().code == -signal.SIGKILL
@@ -258,7 +259,7 @@ class TestDamagedCheckpoint:
                 train(small(), out, quiet=True)
         return out
 
-    def test_is_refused_and_the_run_goes_on_from_the_previous(
+    def test_is_refused_and_the_run_resumes_from_the_previous(
         self, small: Small, finished: Finished, stopped: Path
     ) -> None:
         weights = stopped / "checkpoints" / "step-000006" / "model.safetensors"
@@ -271,7 +272,7 @@ class TestDamagedCheckpoint:
         same_results(stopped, finished(small()))
 
     def test_is_replaced_when_its_step_comes_again(self, small: Small, finished: Finished, tmp_path: Path) -> None:
-        """The last one of all, in a run killed before its record: without it, the finished run had no model."""
+        """The last one, in a run killed before its record: without it, the finished run would have no model."""
         out = tmp_path / "run"
 
         def work() -> None:
@@ -283,13 +284,13 @@ class TestDamagedCheckpoint:
         train(small(), out, resume=True, checkpoint="step-000009", quiet=True)
         same_results(out, finished(small()))
 
-    def test_going_back_to_an_earlier_one_forgets_the_later(
+    def test_resuming_from_an_earlier_one_drops_the_later(
         self, small: Small, finished: Finished, stopped: Path, tmp_path: Path
     ) -> None:
-        """Killed right after going back, the run must not take up the checkpoint it went back from."""
+        """Killed right after that, the run must not resume from the checkpoint that was dropped."""
 
         def work() -> None:
-            on_call(loop._Run, "_step", 2, lambda *_: die())
+            on_call(loop._Run, "_update", 2, lambda *_: die())
             train(small(), stopped, resume=True, checkpoint="step-000003", quiet=True)
 
         assert Child(work, tmp_path / "outputs").wait().code == -signal.SIGKILL
