@@ -19,11 +19,11 @@ from stickymoe.routing.rules import RouterInput, RouterState
 
 
 class RowTable(nn.Module):
-    """Rows that start at 0. Gradients are sparse: only the rows that a batch reads have one."""
+    """Rows with sparse gradients: only the rows that a batch reads have one."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(rows, width))
+        self.weight = nn.Parameter(torch.empty(rows, width))
 
     def forward(self, index: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch width"]:
         return F.embedding(index, self.weight, sparse=True)
@@ -132,8 +132,9 @@ class Lookup(SidePart):
         return history, RouterState({"recent": history[:, -before:].cpu()})
 
     def initialise(self) -> None:
-        for table in self._tables():
-            nn.init.zeros_(table.weight)
+        """N-gram rows start at 0, since rows that training never reads would add noise."""
+        for ngram in self._ngram_tables():
+            nn.init.zeros_(ngram.table.weight)
         if self.gate is not None:
             nn.init.zeros_(self.gate.weight)
 

@@ -50,10 +50,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class Check:
-    """Which values of a hyper-parameter can be used, in code and in words."""
+    """Which values of a hyper-parameter can be used, in code and in words.
+
+    A check of a variant's own gives `examples` that it accepts, for the contract test to try.
+    """
 
     accepts: Callable[[Any], bool]
     expected: str
+    examples: tuple[Any, ...] = ()
 
 
 def _is_number(value: Any) -> bool:

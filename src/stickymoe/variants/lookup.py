@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from stickymoe.routing.layer import SidePart
 
 _ORDERS = Check(
-    lambda ns: len(set(ns)) == len(ns) and all(type(n) is int and 2 <= n <= 8 for n in ns),
-    "different whole numbers from 2 to 8",
+    lambda ns: isinstance(ns, tuple) and len(set(ns)) == len(ns) and all(type(n) is int and 2 <= n <= 8 for n in ns),
+    "a list of different whole numbers from 2 to 8",
+    examples=((2,), (2, 3, 4), (3, 2)),
 )
 
 
@@ -40,30 +41,29 @@ class LookupVariant(Balanced):
     table_heads: int = hyper(2, "heads", "hashes per n-gram, each with a part of the width", COUNT, minor=True)
     table_layers: int = hyper(2, "layers", "how many of the first layers have n-gram rows", COUNT_OR_NONE, minor=True)
     table_width: int = hyper(0, "width", "width of a row; 0 for the width of the model", COUNT_OR_NONE, always=False)
-    token_rows: bool = hyper(True, "token rows", "a row for every token and layer", SWITCH, minor=True)
-    table_gate: bool = hyper(True, "gated", "scale rows by 1 + W·h", SWITCH, minor=True)
+    ngrams_only: bool = hyper(False, "n-grams only", "no rows keyed by the token alone", SWITCH, always=False)
+    ungated: bool = hyper(False, "ungated", "add rows as they are, without the factor 1 + W·h", SWITCH, always=False)
     table_lr: float = hyper(1.0, "row lr", "learning rate of the rows, relative to train.lr", WEIGHT, always=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ngrams", tuple(self.ngrams))
         super().__post_init__()
-        some = self.token_rows or (self.ngrams and self.table_layers)
-        require(bool(some), "variant.token_rows", self.token_rows, "true where there are no n-gram rows")
+        some = not self.ngrams_only or (self.ngrams and self.table_layers)
+        require(bool(some), "variant.ngrams_only", self.ngrams_only, "false where there are no n-gram rows")
 
     def side(self, site: Site) -> "SidePart | None":
         from stickymoe.routing.lookup import Lookup
 
         ngrams = self.ngrams if site.layer < self.table_layers else ()
-        if not ngrams and not self.token_rows:
+        if not ngrams and self.ngrams_only:
             return None
         return Lookup(
             site.d_model,
             site.vocab_size,
-            tokens=self.token_rows,
+            tokens=not self.ngrams_only,
             ngrams=ngrams,
             rows=self.table_rows,
             heads=self.table_heads,
             width=self.table_width,
-            gated=self.table_gate,
+            gated=not self.ungated,
             lr_scale=self.table_lr,
         )
