@@ -38,9 +38,9 @@ def write_requests(
 
     Passes go through the layers one by one, or text by text through one layer after another (`layer_by_layer`).
     """
-    n_layers, k = len(S), S.shape[2]
+    n_layers = len(S)
     seen = np.zeros(n_experts, np.bool_)
-    n = at = 0
+    n = 0
     text = begin
     while text < end:
         next_text = end
@@ -52,52 +52,51 @@ def write_requests(
         for a in range(outer):
             for b in range(inner):
                 layer, p = (a, text + b) if layer_by_layer else (b, text + a)
-                opens = cold_pass[p] and layer == 0
+                before = n
                 if prefetches and previous[p] >= 0:
                     token = tokens[first[p]]
-                    width = predicted.shape[2] if len(predicted) else k
-                    for j in range(width):
-                        e = predicted[layer, token, j] if len(predicted) else S[layer, previous[p], j]
-                        entries[at + j] = e + offset[layer]
-                    if _repeats(entries, at, at + width):
-                        return -1
-                    kind[n], cold[n] = PREFETCH, opens
-                    opens = False
-                    at += width
+                    expected = predicted[layer, token] if len(predicted) else S[layer, previous[p]]
+                    bounds[n + 1] = _write_set(expected, offset[layer], entries, bounds[n])
+                    kind[n] = PREFETCH
                     n += 1
-                    bounds[n] = at
-                start = at
-                if first[p + 1] - first[p] == 1:
-                    for j in range(k):
-                        entries[at] = S[layer, tokens[first[p]], j] + offset[layer]
-                        at += 1
-                    if _repeats(entries, start, at):
-                        return -1
+                asked = tokens[first[p] : first[p + 1]]
+                if len(asked) == 1:
+                    bounds[n + 1] = _write_set(S[layer, asked[0]], offset[layer], entries, bounds[n])
                     kind[n] = ASK
                 else:
-                    seen[:] = False
-                    for i in range(first[p], first[p + 1]):
-                        for j in range(k):
-                            seen[S[layer, tokens[i], j]] = True
-                    for e in range(n_experts):
-                        if seen[e]:
-                            entries[at] = e + offset[layer]
-                            at += 1
+                    bounds[n + 1] = _write_union(S[layer], asked, offset[layer], seen, entries, bounds[n])
                     kind[n] = UNION
-                cold[n] = opens
                 n += 1
-                bounds[n] = at
+                if bounds[n] < 0 or bounds[n - 1] < 0:
+                    return -1
+                cold[before] = cold_pass[p] and layer == 0
         text = next_text
     return n
 
 
 @njit(cache=True)
-def _repeats(entries: Any, first: int, last: int) -> bool:
-    for j in range(first + 1, last):
-        for other in range(first, j):
-            if entries[j] == entries[other]:
-                return True
-    return False
+def _write_set(experts: Any, offset: int, entries: Any, at: int) -> int:
+    """Write the experts of one token in their order; returns the end, −1 if one is there twice."""
+    for j in range(len(experts)):
+        entries[at + j] = experts[j] + offset
+        for other in range(j):
+            if experts[j] == experts[other]:
+                return -1
+    return at + len(experts)
+
+
+@njit(cache=True)
+def _write_union(S: Any, tokens: Any, offset: int, seen: Any, entries: Any, at: int) -> int:
+    """Write every expert that any of the tokens chose, in ascending order; returns the end."""
+    seen[:] = False
+    for token in tokens:
+        for j in range(S.shape[1]):
+            seen[S[token, j]] = True
+    for e in range(len(seen)):
+        if seen[e]:
+            entries[at] = e + offset
+            at += 1
+    return at
 
 
 @njit(cache=True)

@@ -89,14 +89,12 @@ def evaluate(
         share_block=config.model.layers_per_pool,
     )
     measured = measure(table, capacities=config.eval.capacities, topics=_topics(split, table))
-    gate_entropy = entropy / table.mask.sum()
-    values |= {name: _number(value) for name, value in measured.values.items()}
-    values |= {symbol: _number(total / table.mask.sum()) for symbol, total in losses.items()}
-    values["gate_entropy"] = _number(gate_entropy.mean())
-    per_layer = {**measured.per_layer, "gate_entropy": gate_entropy}
+    per_layer = {**measured.per_layer, "gate_entropy": entropy / table.mask.sum()}
+    totals = {symbol: total / table.mask.sum() for symbol, total in losses.items()}
+    routed = {**measured.values, **totals, "gate_entropy": per_layer["gate_entropy"].mean()}
     return Evaluation(
         nats=nats / n_targets,
-        metrics=values,
+        metrics=values | {name: _number(value) for name, value in routed.items()},
         per_layer={name: [_number(x) for x in layers] for name, layers in per_layer.items()},
         table=table,
     )
