@@ -80,7 +80,7 @@ def survive(read: Callable[[Path], object], files: Files, folder: Path, seeds: r
 
 
 def require_one_line(message: str, what: str) -> None:
-    if "\n" in message or not message.strip() or len(message) > MAX_LINE or not message.endswith("."):
+    if "\n" in message or not message.strip() or len(message) > MAX_LINE or message[-1] not in ".?)":
         pytest.fail(f"{what}: not one clear line: {message!r}")
     message.encode("utf-8")
 

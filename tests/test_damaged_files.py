@@ -17,10 +17,16 @@ import numpy as np
 import pytest
 
 import fuzz
-from stickymoe.errors import DataError, StickyError
+from stickymoe.errors import DataError, RunError, StickyError
+from stickymoe.locality.devices import load_device
 from stickymoe.locality.foreign import read_foreign
 from stickymoe.locality.formats import load_table, save_table
 from stickymoe.locality.table import RouteTable
+from stickymoe.runs.config import RunConfig
+from stickymoe.runs.folder import RunFolder
+from stickymoe.runs.record import RunRecord
+from stickymoe.runs.settings import read_config
+from stickymoe.sweeps.grid import configs, load_grid
 
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "300"))
 
@@ -233,3 +239,167 @@ def test_an_npz_with_another_compression_or_other_arrays(tmp_path: Path) -> None
     np.savez(tmp_path / "b.npz", other=np.zeros(3))
     with pytest.raises(DataError, match=r"b\.npz is damaged: it has no experts\.npy\.$"):
         read_foreign(tmp_path / "b.npz")
+
+
+# Records, metrics and configs
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run folder as training leaves it, without its checkpoints."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    config = read_config(["--variant.lam", "0.5"], preset="tiny", variant="soft")
+    record = RunRecord(
+        run_id="0123456789abcdef",
+        status="complete",
+        config=config.as_dict(),
+        data={"fingerprint": "f" * 64, "vocab_size": 300, "tokens": {"train": 10, "valid": 5, "test": 0}},
+        environment={"python": "3.11", "packages": {"torch": "2.13"}},
+        metrics={"ppl": 12.5, "best_ppl": None, "targets": 5},
+        per_layer={"switch_rate": [0.5] * config.model.n_layers},
+        sizes={"expert_bytes": [100] * config.model.n_layers, "other_bytes": 5},
+    )
+    record.write(folder.record)
+    folder.write_config(config)
+    for step in (10, 20):
+        folder.append(folder.metrics, {"step": step, "phase": "train", "lr": 1e-4, "train": {"loss": 5.25 / step}})
+        folder.append(folder.metrics, {"step": step, "valid": {"ppl": 99.5, "targets": 5, "best": None}})
+    return folder
+
+
+def only(file: Path) -> fuzz.Files:
+    return {file.name: file.read_bytes()}
+
+
+def test_records(run: RunFolder) -> None:
+    def read(folder: Path) -> None:
+        record = RunRecord.read(folder / "record.json")
+        RunConfig.from_dict(record.config)
+        record.write(folder / "again.json")
+        assert RunRecord.read(folder / "again.json") == record
+
+    refused = fuzz.survive(read, only(run.record), run.path, range(ROUNDS))
+    assert 0.5 * ROUNDS < refused < ROUNDS
+
+
+def test_metrics(run: RunFolder) -> None:
+    def read(folder: Path) -> None:
+        lines = RunFolder(folder).recent_metrics()
+        assert all(line["step"] >= 0 for line in lines)
+        lines = RunFolder(folder).read_metrics()
+        assert all(line["step"] >= 0 for line in lines)
+        RunFolder(folder).rewind(10)
+
+    refused = fuzz.survive(read, only(run.metrics), run.path, range(ROUNDS))
+    assert 0.3 * ROUNDS < refused < ROUNDS
+
+
+def test_configs(run: RunFolder) -> None:
+    def read(folder: Path) -> None:
+        config = read_config(file=folder / "config.yaml")
+        assert RunConfig.from_dict(config.as_dict()) == config
+
+    refused = fuzz.survive(read, only(run.config), run.path, range(ROUNDS // 2))
+    assert 0.2 * ROUNDS < refused < ROUNDS
+
+
+GRID = """\
+preset: cpu-small
+data: {path: texts, vocab_size: 300}
+rows:
+  - variant: {name: soft, lam: 0.1}
+  - variant: vanilla
+    train: {steps: 2000}
+  - variant:
+      name: smooth+hysteresis
+    model: {n_experts: 8}
+"""
+
+
+def test_grids(tmp_path: Path) -> None:
+    def read(folder: Path) -> None:
+        grid = load_grid(str(folder / "grid.yaml"), {})
+        for config in configs(grid, seeds=[1], flags=[], source="grid.yaml"):
+            assert RunConfig.from_dict(config.as_dict()) == config
+
+    refused = fuzz.survive(read, {"grid.yaml": GRID.encode()}, tmp_path / "out", range(ROUNDS // 2))
+    assert 0.2 * ROUNDS < refused < ROUNDS
+
+
+DEVICE = """\
+name: a device
+fast_memory: 8GB
+load_bandwidth: 500MB
+load_latency_ms: 0.1
+compute_bandwidth: 17000000000
+sources: [load_bandwidth was measured, the others were read]
+"""
+
+
+def test_devices(tmp_path: Path) -> None:
+    def read(folder: Path) -> None:
+        device = load_device(str(folder / "device.yaml"))
+        assert np.isfinite([device.load_ms(1e9), device.compute_ms(1e9), device.fast_memory]).all()
+
+    refused = fuzz.survive(read, {"device.yaml": DEVICE.encode()}, tmp_path / "out", range(ROUNDS))
+    assert 0.3 * ROUNDS < refused < ROUNDS
+
+
+YAML = [
+    ("[" * 5000, "is not YAML: it is nested too deeply"),
+    ("a: &a [*a]", "is not YAML: its aliases expand to more than 100,000 values"),
+    ("a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)), "its aliases expand"),
+    ("a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 40)), "aliases"),
+    ("seed: 0x" + "f" * 6000, "is not usable: got an integer of 24000 bits, expected at most 64"),
+    ("seed: " + "9" * 5000, "is not YAML: Exceeds the limit"),
+    ("seed: 2026-02-31", "is not YAML: day is out of range for month"),
+    ("seed: 2026-02-01", "is not usable: got datetime.date(2026, 2, 1), expected a number or text"),
+    ("on: 5", "is not usable: got the key True, expected text; put it into quotes"),
+    ('data: {path: "\\ud800"}', "which is half of a character"),
+    ("data: !!python/object/apply:os.system [ls]", "is not YAML: could not determine a constructor"),
+    ("#" * 2_000_000, "is too long: got 2,000,000 characters, expected at most 1,048,576"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), YAML, ids=range(len(YAML)))
+def test_yaml_that_is_no_config(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert says in refusal(lambda path: read_config(file=path), tmp_path / "config.yaml")
+    assert says in refusal(lambda path: load_grid(str(path), {}), tmp_path / "config.yaml")
+    assert says in refusal(lambda path: load_device(str(path)), tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "says"),
+    [
+        (["metrics", "ppl"], 10**400, "got an integer of 1329 bits"),
+        (["metrics", "ppl"], "12.5", "metrics.ppl: got '12.5', expected a number"),
+        (["status"], "done", "status: got 'done', expected one of running, interrupted, failed, complete"),
+        (["data", "tokens", "train"], 0, "data.tokens.train: got 0, expected an integer ≥ 1"),
+        (["data", "fingerprint"], 5, "data.fingerprint: got 5, expected text"),
+        (["per_layer", "switch_rate"], [0.5], "per_layer.switch_rate: got [0.5], expected 2 numbers"),
+        (["config", "model", "n_layers"], "4", "model.n_layers: got '4', expected int"),
+        (["config", "train"], None, "train: got None, expected settings"),
+        (["config", "variant", "name"], 3, "variant.name: got 3, expected the name of a variant"),
+        (["config", "variant", "lam"], [0.1], "variant.lam: got (0.1,), expected float"),
+        (["sizes", "expert_bytes"], [-1], "sizes.expert_bytes: got [-1], expected bytes"),
+        (["failure"], 5, "failure: got 5, expected text or null"),
+    ],
+)
+def test_a_record_with_a_wrong_value(run: RunFolder, keys: list[str], value: Any, says: str) -> None:
+    values = json.loads(run.record.read_text())
+    inner = values
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    run.record.write_text(json.dumps(values))
+    assert f"record.json is damaged: {says}" in refusal(RunRecord.read, run.record)
+
+
+@pytest.mark.parametrize("line", ["5", "{}", '{"step": "5"}', '{"step": -1}', '{"step": 1, "valid": 3}', "", "NaN"])
+def test_a_line_of_metrics_with_a_wrong_value(run: RunFolder, line: str) -> None:
+    run.metrics.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n')
+    with pytest.raises(RunError, match=r"metrics\.jsonl, line 2, is damaged: [^\n]+\.$"):
+        run.read_metrics()
+    assert [line["step"] for line in run.recent_metrics()] == [1, 2]

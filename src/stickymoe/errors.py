@@ -7,7 +7,16 @@ A message says what was given, what was expected and what to do.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 80
+
+
+def shown(value: object) -> str:
+    """A value for a message: its `repr`, cut to a readable length."""
+    return _short.repr(value)
 
 
 class StickyError(Exception):
@@ -41,6 +50,7 @@ class DivergedError(StickyError):
 def unknown(kind: str, name: str, known: Iterable[str], *, or_else: str | None = None) -> str:
     """The message for an unknown name: similar names if there are any, otherwise `or_else` or all known names."""
     known = sorted(known)
+    name = name if len(name) <= 80 else name[:80] + "…"
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
     if near:
         return f"Unknown {kind} '{name}'. Did you mean {' or '.join(repr(n) for n in near)}?"
@@ -50,7 +60,7 @@ def unknown(kind: str, name: str, known: Iterable[str], *, or_else: str | None =
 def require(ok: bool, key: str, given: object, expected: str) -> None:
     """Refuse a setting: name its key, what was given and what was expected."""
     if not ok:
-        raise ConfigError(f"{key}: got {given!r}, expected {expected}.")
+        raise ConfigError(f"{key}: got {shown(given)}, expected {expected}.")
 
 
 class InterruptedRunError(StickyError):

@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from stickymoe.errors import StickyError
+from stickymoe.errors import StickyError, shown
 
 MAX_DEPTH = 32
 MAX_YAML_BYTES = 1 << 20  # the parser needs seconds for a megabyte
 MAX_YAML_NODES = 100_000  # with every alias replaced by what it refers to
 _MAX_REASON = 200
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 80
-
-
-def shown(value: object) -> str:
-    """A value for a message: its `repr`, cut to a readable length."""
-    return _short.repr(value)
 
 
 def reason(error: BaseException) -> str:
@@ -72,12 +63,26 @@ def read_yaml(path: Path, error: type[StickyError]) -> Any:
     return parse_yaml(read_text(path, error), path, error)
 
 
+class _ShallowLoader(yaml.SafeLoader):
+    """Stops at deep nesting, for which the parser takes quadratic time."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
 def parse_yaml(text: str, source: Path | str, error: type[StickyError]) -> Any:
     if len(text) > MAX_YAML_BYTES:
         raise error(f"{source} is too long: got {len(text):,} characters, expected at most {MAX_YAML_BYTES:,}.")
     loader: Any = None
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _ShallowLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None

@@ -144,7 +144,7 @@ class TestRecommended:
         for more in (["--variant", "soft"], ["--config", str(file)]):
             assert main(["train", "--recommended", *more]) == 2
             error = capsys.readouterr().err
-            assert error == "stickymoe: --recommended chooses the variant: got 'soft' too, leave one of them out.\n"
+            assert error == "stickymoe: --recommended chooses the variant, but 'soft' was given too: omit one of them.\n"
 
 
 class TestNames:
@@ -458,7 +458,7 @@ class TestOut:
 
     def test_something_else_of_the_users(self, small: list[str], refused: Refused, tmp_path: Path) -> None:
         (tmp_path / "thesis.tex").write_text("mine")
-        refused(*small, "--out", tmp_path, match=r"is not empty and holds no run \(found thesis\.tex\).*--out")
+        refused(*small, "--out", tmp_path, match=r"is not empty and has no run \(found thesis\.tex\).*--out")
         assert contents(tmp_path) == {"thesis.tex": b"mine"}
 
     @pytest.mark.parametrize("resume", [[], ["--resume"]])
@@ -610,12 +610,12 @@ class TestEval:
     def test_of_no_run(self, refused: Refused, tmp_path: Path, name: str) -> None:
         (tmp_path / "empty").mkdir()
         write_corpus(tmp_path / "text", train="ban dort.")
-        refused("eval", tmp_path / name, match=rf"{name} is no run folder: record\.json cannot be read")
+        refused("eval", tmp_path / name, match=rf"{name} is not a run folder: it has no readable record\.json")
         assert not (tmp_path / "nowhere").exists()
         assert list((tmp_path / "empty").iterdir()) == []
 
     def test_of_a_file(self, refused: Refused, finished: Path) -> None:
-        refused("eval", finished / "record.json", match=r"record\.json is no run folder")
+        refused("eval", finished / "record.json", match=r"record\.json is not a run folder")
 
     def test_of_nothing(self, refused: Refused) -> None:
         refused("eval", match=r"DIR.*stickymoe eval --help")

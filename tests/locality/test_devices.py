@@ -1,4 +1,4 @@
-"""Device profiles: what is shipped can be used, what is measured is read back, what is wrong is refused by name."""
+"""Device profiles: profiles of the package load, measured profiles are read back, wrong values are refused by name."""
 
 import pytest
 import yaml
@@ -12,14 +12,14 @@ GOOD = {"fast_memory": "8GB", "load_bandwidth": "500MB", "load_latency_ms": 0.1,
 @pytest.mark.parametrize("name", device_names())
 def test_shipped_profiles_have_every_figure_and_its_source(name):
     device = load_device(name)
-    told = " ".join(device.sources)
+    sources = " ".join(device.sources)
     for figure in GOOD:
         assert getattr(device, figure) > 0
-        assert figure in told, figure
+        assert figure in sources, figure
     assert parse_device(as_yaml(device), name) == device
 
 
-def test_a_load_waits_and_flows():
+def test_a_load_takes_its_latency_and_its_transfer():
     device = parse_device(yaml.safe_dump(GOOD), "d")
     assert device.load_ms(5e6) == pytest.approx(0.1 + 10)
     assert device.compute_ms(17e6) == pytest.approx(1)
@@ -37,12 +37,12 @@ def test_a_load_waits_and_flows():
         ("2G", 2e9),
     ],
 )
-def test_bytes_as_people_write_them(text, value):
+def test_bytes_with_units(text, value):
     assert parse_bytes(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "lots", "5XB", "-3MB", "1..5GB", "nan", "MB"])
-def test_bytes_that_are_none(text):
+def test_text_that_is_not_bytes(text):
     with pytest.raises(StickyError, match=r"^--memory: got '.*', expected bytes such as 512MB"):
         parse_bytes(text, "--memory")
 
@@ -67,7 +67,7 @@ def test_a_missing_figure_is_refused_by_name(figure):
         ("[1, 2]", r"^device d: got \[1, 2\], expected name, fast_memory"),
         ("", r"^device d: got None"),
         ("a: b: c", r"^device d is not YAML"),
-        (yaml.safe_dump({**GOOD, "bandwith": 1}), r"^device d: Unknown figure 'bandwith'"),
+        (yaml.safe_dump({**GOOD, "bandwith": 1}), r"^device d: Unknown setting 'bandwith'"),
         (yaml.safe_dump({**GOOD, "sources": "me"}), r"^device d: sources: got 'me'"),
         (yaml.safe_dump({**GOOD, "sources": 5}), r"^device d: sources: got 5"),
         ("name: 2026-13-45", r"^device d is not YAML: month must be in 1..12"),
@@ -84,7 +84,7 @@ def test_an_unknown_device_gets_near_names(tmp_path):
     with pytest.raises(StickyError, match=r"nowhere\.yaml cannot be read \(No such file"):
         load_device(str(tmp_path / "nowhere.yaml"))
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(StickyError, match=r"bytes\.yaml cannot be read \(not text\)"):
+    with pytest.raises(StickyError, match=r"bytes\.yaml is damaged: it is not UTF-8 text"):
         load_device(str(tmp_path / "bytes.yaml"))
 
 

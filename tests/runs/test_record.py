@@ -29,7 +29,7 @@ def record() -> RunRecord:
         data={"fingerprint": "f", "vocab_size": 300, "tokens": {"train": 10, "valid": 5, "test": 0}},
         environment={"python": "3.11"},
         metrics={"ppl": 12.5, "best_ppl": None},
-        per_layer={"switch_rate": [0.5, None]},
+        per_layer={"switch_rate": [0.5, None, 0.25, 1]},
     )
 
 
@@ -105,7 +105,7 @@ class TestDamage:
             RunRecord.read(file)
 
     def test_missing_is_no_run(self, tmp_path: Path) -> None:
-        with pytest.raises(RunError, match=r"nowhere is no run folder: record\.json cannot be read \(No such file"):
+        with pytest.raises(RunError, match=r"nowhere is not a run folder: it has no readable record\.json\."):
             RunRecord.read(tmp_path / "nowhere" / "record.json")
 
 

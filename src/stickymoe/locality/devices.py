@@ -1,4 +1,4 @@
-"""Devices: how much fast memory, how fast an expert is loaded into it, how fast a token is computed from it."""
+"""Device profiles: the size of fast memory, the speed of loading experts into it, and the speed of computing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from stickymoe.errors import ConfigError, unknown
+from stickymoe.errors import ConfigError, shown, unknown
+from stickymoe.reading import parse_yaml, read_text
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _FIGURES = ("fast_memory", "load_bandwidth", "load_latency_ms", "compute_bandwidth")
@@ -27,10 +28,10 @@ _FIGURES = ("fast_memory", "load_bandwidth", "load_latency_ms", "compute_bandwid
 class Device:
     """A device profile.
 
-    fast_memory: bytes that hold what is computed with
-    load_bandwidth: bytes per second from slow memory into it
-    load_latency_ms: milliseconds before a load begins to flow
-    compute_bandwidth: bytes of weights per second that decoding works through; a token costs its active weights
+    fast_memory: bytes of the memory that the device computes from
+    load_bandwidth: bytes per second from slow memory into fast memory
+    load_latency_ms: milliseconds before the first byte of a load arrives
+    compute_bandwidth: bytes of weights per second that decoding reads; a token reads its active weights
     """
 
     name: str
@@ -41,28 +42,28 @@ class Device:
     sources: tuple[str, ...] = ()
 
     def load_ms(self, n_bytes: float) -> float:
-        """One expert into fast memory."""
+        """Milliseconds to load one expert into fast memory."""
         return self.load_latency_ms + 1000 * n_bytes / self.load_bandwidth
 
     def compute_ms(self, active_bytes: float) -> float:
-        """One token, everything resident."""
+        """Milliseconds to compute one token when all its weights are resident."""
         return 1000 * active_bytes / self.compute_bandwidth
 
 
 def parse_bytes(text: str, key: str = "bytes") -> float:
-    """512MB, 1.5GiB, 4096: decimal and binary units."""
+    """Bytes from text such as 512MB, 1.5GiB or 4096, with decimal or binary units."""
     match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([KMGT]i?)?B?\s*", text.replace("k", "K"))
     try:
         value = float(match[1]) * _UNITS[match[2] or ""] if match else math.nan
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{key}: got '{text}', expected bytes such as 512MB, 1.5GiB or 4096.")
+        raise ConfigError(f"{key}: got {shown(text)}, expected bytes such as 512MB, 1.5GiB or 4096.")
     return value
 
 
 def device_names() -> list[str]:
-    """The profiles that come with the package."""
+    """The names of the profiles in the package."""
     return sorted(p.name.removesuffix(".yaml") for p in _profiles().iterdir() if p.name.endswith(".yaml"))
 
 
@@ -71,35 +72,31 @@ def _profiles() -> Any:
 
 
 def load_device(name: str) -> Device:
-    """A shipped profile by its name, or a YAML file."""
+    """A profile of the package by its name, or of a YAML file."""
     if name in device_names():
         return parse_device((_profiles() / f"{name}.yaml").read_text(encoding="utf-8"), name)
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(unknown("device", name, device_names()) + " Or give a YAML file.")
-    try:
-        return parse_device(path.read_text(encoding="utf-8"), name)
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"device: {path} cannot be read ({getattr(e, 'strerror', None) or 'not text'}).") from e
+        raise ConfigError(unknown("device", name, device_names()) + " A YAML file is also accepted.")
+    return parse_device(read_text(path, ConfigError), name)
 
 
 def parse_device(text: str, source: str) -> Device:
-    """A profile from YAML; every figure is needed and none may be negative."""
-    try:
-        fields = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as e:  # a date that is none is a ValueError
-        raise ConfigError(f"device {source} is not YAML: {' '.join(str(e).split())}.") from e
+    """A profile from YAML; every number is required."""
+    fields = parse_yaml(text, f"device {source}", ConfigError)
     known = [f.name for f in dataclasses.fields(Device)]
     if not isinstance(fields, dict):
-        raise ConfigError(f"device {source}: got {fields!r}, expected {', '.join(known)}.")
-    surplus = [str(key) for key in fields if key not in known]
+        raise ConfigError(f"device {source}: got {shown(fields)}, expected {', '.join(known)}.")
+    surplus = [key for key in fields if key not in known]
     if surplus:
-        raise ConfigError(f"device {source}: {unknown('figure', surplus[0], known)}")
+        raise ConfigError(f"device {source}: {unknown('setting', surplus[0], known)}")
     figures = {key: _figure(fields, key, source) for key in _FIGURES}
-    sources = fields.get("sources") or []
+    name, sources = fields.get("name", source), fields.get("sources") or []
+    if not isinstance(name, str):
+        raise ConfigError(f"device {source}: name: got {shown(name)}, expected text.")
     if not isinstance(sources, list) or not all(isinstance(s, str) for s in sources):
-        raise ConfigError(f"device {source}: sources: got {sources!r}, expected a list of texts.")
-    return Device(name=str(fields.get("name", source)), sources=tuple(sources), **figures)
+        raise ConfigError(f"device {source}: sources: got {shown(sources)}, expected a list of texts.")
+    return Device(name=name, sources=tuple(sources), **figures)
 
 
 def _figure(fields: dict[str, Any], key: str, source: str) -> float:
@@ -113,18 +110,18 @@ def _figure(fields: dict[str, Any], key: str, source: str) -> float:
         figure = math.nan
     least = 0.0 if key == "load_latency_ms" else 1.0
     if isinstance(value, bool) or not math.isfinite(figure) or figure < least:
-        raise ConfigError(f"device {source}: {key}: got {value!r}, expected {expected}.")
+        raise ConfigError(f"device {source}: {key}: got {shown(value)}, expected {expected}.")
     return figure
 
 
 def as_yaml(device: Device) -> str:
-    """A profile that `load_device` takes back."""
+    """A profile as YAML, which `load_device` reads."""
     fields = dataclasses.asdict(device) | {"sources": list(device.sources)}
     return str(yaml.safe_dump(fields, sort_keys=False, allow_unicode=True))
 
 
 def measure_device(folder: Path, *, megabytes: int = 256) -> Device:
-    """This machine: experts on the disk of `folder`, computed from main memory."""
+    """Measure this machine: experts are loaded from the disk of `folder` and computed from main memory."""
     if megabytes < 1:
         raise ConfigError(f"megabytes: got {megabytes}, expected a whole number ≥ 1.")
     bandwidth, latency_ms = _measure_disk(folder, megabytes << 20)
@@ -135,14 +132,14 @@ def measure_device(folder: Path, *, megabytes: int = 256) -> Device:
         load_latency_ms=latency_ms,
         compute_bandwidth=_measure_memory(megabytes << 20),
         sources=(
-            f"load: {megabytes} MiB read once, and single pages, from a file that was put out of the page cache",
+            f"load: {megabytes} MiB read once, and single pages, from a file that was dropped from the page cache",
             f"compute: matrix-vector products over {megabytes} MiB of fp32, {os.cpu_count()} cores",
         ),
     )
 
 
 def _measure_disk(folder: Path, size: int) -> tuple[float, float]:
-    """Bytes per second of a long read, milliseconds of a short one."""
+    """Bytes per second of a long read, and milliseconds of a short read."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             chunk = os.urandom(1 << 20)
@@ -150,12 +147,12 @@ def _measure_disk(folder: Path, size: int) -> tuple[float, float]:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-            _forget(file.fileno())
+            _drop_from_page_cache(file.fileno())
             start = time.perf_counter()
             for at in range(0, size, len(chunk)):
                 os.pread(file.fileno(), len(chunk), at)
             seconds = time.perf_counter() - start
-            _forget(file.fileno())
+            _drop_from_page_cache(file.fileno())
             spots = np.random.default_rng(0).integers(0, size >> 12, 64)
             waits = [_timed_read(file.fileno(), int(spot) << 12) for spot in spots]
     except OSError as e:
@@ -163,8 +160,8 @@ def _measure_disk(folder: Path, size: int) -> tuple[float, float]:
     return size / seconds, 1000 * median(waits)
 
 
-def _forget(descriptor: int) -> None:
-    """Put a file out of the page cache, where the system lets us."""
+def _drop_from_page_cache(descriptor: int) -> None:
+    """Drop a file from the page cache, if the system supports it."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -176,7 +173,7 @@ def _timed_read(descriptor: int, at: int) -> float:
 
 
 def _measure_memory(size: int) -> float:
-    """Bytes of weights per second in matrix-vector products."""
+    """Bytes of weights per second that matrix-vector products read."""
     weights = np.ones((size >> 12, 1 << 10), np.float32)
     vector = np.ones(1 << 10, np.float32)
     weights @ vector

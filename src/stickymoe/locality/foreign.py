@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int64
 
-from stickymoe.errors import ConfigError, DataError, unknown
+from stickymoe.errors import ConfigError, DataError, shown, unknown
 from stickymoe.locality.formats import table_from
 from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.npy import read_npz
-from stickymoe.reading import parse_json, read_text, reason, shown
+from stickymoe.reading import parse_json, read_text, reason
 
 _BIGMOE_MARK = "# route_trace v1"
 _BIGMOE_COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight")
@@ -77,17 +77,17 @@ def _positive(facts: dict[str, str], key: str, path: Path) -> int:
 
 def _bigmoe_rows(lines: list[str], path: Path) -> _Rows:
     table = csv.DictReader(lines)
-    number, parsed = 0, []
+    parsed: list[list[float]] = []
     try:
         missing = [c for c in _BIGMOE_COLUMNS if c not in (table.fieldnames or ())]
         if missing:
             raise DataError(f"{path}: column {missing[0]} is missing, expected {', '.join(_BIGMOE_COLUMNS)}.")
-        for number, row in enumerate(table, start=1):  # noqa: B007  the message below names it
+        for row in table:
             parsed.append([*(_integer(row[c]) for c in _BIGMOE_COLUMNS[:-1]), _weight(row["weight"])])
     except csv.Error as e:
         raise DataError(f"{path} is damaged: {reason(e)}.") from e
     except (TypeError, ValueError) as e:
-        raise DataError(f"{path}: row {number} is cut off or damaged ({reason(e)}).") from e
+        raise DataError(f"{path}: row {len(parsed) + 1} is cut off or damaged ({reason(e)}).") from e
     if not parsed:
         raise DataError(f"{path} contains no routing, only a preamble.")
     *integers, weights = zip(*parsed, strict=True)

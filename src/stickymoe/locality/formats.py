@@ -21,10 +21,10 @@ import numpy as np
 from jaxtyping import Shaped
 
 from stickymoe import files
-from stickymoe.errors import DataError
+from stickymoe.errors import DataError, shown
 from stickymoe.locality.table import BLOCK, RouteTable, blocks, extremes, release
 from stickymoe.npy import map_npy
-from stickymoe.reading import read_json, shown
+from stickymoe.reading import read_json
 
 FORMAT = "stickymoe-routes"
 VERSION = 1

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
-from stickymoe.errors import require
-from stickymoe.variants import Phase, Variant, variant
+from stickymoe.errors import ConfigError, require, shown
+from stickymoe.variants import Phase, Variant, hypers, variant
 from stickymoe.variants.vanilla import Vanilla
 
 # Renamed hyper-parameters: earlier name → current name. Old flags, YAML files and records keep working, and run ids
@@ -226,16 +227,47 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
-        """From complete, well-typed settings: a parsed command line or `as_dict`, also of earlier versions."""
-        named = current_names(values["variant"])
-        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
-        return cls(
-            data=DataConfig(**values["data"]),
-            model=ModelConfig(**values["model"]),
-            variant=variant(settings.pop("name"), **settings),
-            train=TrainConfig(**values["train"]),
-            eval=EvalConfig(
-                **{**values["eval"], "capacities": tuple(values["eval"]["capacities"])},
-            ),
-            seed=values["seed"],
-        )
+        """From complete settings: a parsed command line or `as_dict`, also of earlier versions."""
+        sections = {name: kind(**_checked(values, name, _types(kind))) for name, kind in SECTIONS.items()}
+        named = current_names(_mapping(values, "variant"))
+        name = named.get("name")
+        require(isinstance(name, str), "variant.name", name, "the name of a variant")
+        types = {"name": str} | {key: hyper.type for key, hyper in hypers(str(name)).items()}
+        chosen = variant(**_checked({"variant": named}, "variant", types))
+        seed: Any = values.get("seed")
+        require(type(seed) is int, "seed", seed, "int")
+        return cls(**sections, variant=chosen, seed=seed)
+
+
+SECTIONS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
+
+
+def _mapping(values: dict[str, Any], name: str) -> dict[str, Any]:
+    section = values.get(name)
+    if not isinstance(section, dict):
+        raise ConfigError(f"{name}: got {shown(section)}, expected settings such as '{name}: {{name: value}}'.")
+    return section
+
+
+def _types(kind: Any) -> dict[str, Any]:
+    return {f.name: f.type for f in dataclasses.fields(kind)}
+
+
+def _checked(values: dict[str, Any], name: str, types: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a section, each known and of its type."""
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in _mapping(values, name).items()}
+    for key, value in settings.items():
+        require(key in types, f"{name}.{key}", value, f"one of {', '.join(types)}")
+        expected = getattr(types[key], "__name__", str(types[key]))
+        require(_has_type(value, types[key]), f"{name}.{key}", value, expected)
+    return settings
+
+
+def _has_type(value: Any, expected: Any) -> bool:
+    if get_origin(expected) is Literal:
+        return value in get_args(expected)
+    if get_origin(expected) is UnionType:
+        return any(_has_type(value, kind) for kind in get_args(expected))
+    if get_origin(expected) is tuple:
+        return isinstance(value, tuple) and all(_has_type(item, get_args(expected)[0]) for item in value)
+    return type(value) in ((int, float) if expected is float else (expected,))

@@ -1,20 +1,21 @@
-"""A run on disk: its id, its files, and who may write them.
+"""A run on disk: its id, its files, and the lock that allows one process to write them.
 
-    config.yaml      what was asked for
+    config.yaml      the settings
     metrics.jsonl    one line per logged step or evaluation; a function of the config and the data alone
-    timings.jsonl    speed and wall-clock, which are not
+    timings.jsonl    speed and wall-clock time, which differ between repetitions
     record.json      status and results
     routes/          the route table of the validation split
-    tokenizer.json   the tokenizer the tokens came from
+    tokenizer.json   the tokenizer that made the tokens
     checkpoints/     step-000100/, …
 
-Sweeps and reports talk only through these files.
+Sweeps and reports exchange data only through these files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,17 +25,18 @@ import yaml
 from filelock import FileLock, Timeout
 
 from stickymoe import files
-from stickymoe.errors import RunError
+from stickymoe.errors import RunError, shown
+from stickymoe.reading import parse_json, read_text
 from stickymoe.runs.config import RunConfig, earlier_names
 
-NUMERICS_VERSION = 1  # raised when the same config and data come to give other numbers
+NUMERICS_VERSION = 1  # raised when the same config and data give other numbers than before
 
-# Settings that move or time a run without touching its numbers.
+# Settings that do not change the numbers of a run.
 NOT_IN_ID = {("data", "path"), ("data", "cache_dir"), ("data", "corpus"), ("train", "checkpoint_every")}
 
-HELD = "is being written by another process."  # how a refused lock ends its line
+HELD = "is being written by another process."  # the end of the message when the lock is taken
 
-# Settings that were added later, with the value that earlier runs had: part of an id only where they differ.
+# Settings added later, with the value of all earlier runs. They are part of an id only if they have another value.
 ADDED: dict[tuple[str, str], Any] = {
     ("model", "share_block"): 1,
     ("model", "universal"): False,
@@ -45,7 +47,7 @@ ADDED: dict[tuple[str, str], Any] = {
 
 
 def run_id(config: RunConfig, data_fingerprint: str) -> str:
-    """Names a run by what decides its numbers: settings without paths, data, numerics version."""
+    """A hash of what determines the numbers of a run: settings without paths, data, numerics version."""
     sections = config.as_dict()
     sections["variant"] = earlier_names(sections["variant"])
     settings = {
@@ -59,7 +61,7 @@ def run_id(config: RunConfig, data_fingerprint: str) -> str:
 
 
 def _numerics(config: RunConfig) -> int:
-    """The version of a run's numbers: the common one, raised for settings whose numbers changed alone."""
+    """The numerics version of a run: the common one, or a higher one for settings whose numbers changed later."""
     variant, N = config.as_dict()["variant"], config.model.pool_size
     parts = variant["name"].split("+")
     # Hashed slots follow the number of their experts; `rent` evicts the lightest of the experts last used together.
@@ -73,7 +75,7 @@ def _names_a_run(key: tuple[str, str], value: Any) -> bool:
 
 
 def _floats(value: Any) -> Any:
-    """Numbers written alike however they were given: λ=1 is λ=1.0."""
+    """Integers as floats, so that λ=1 and λ=1.0 give the same id."""
     if isinstance(value, dict):
         return {k: _floats(v) for k, v in value.items()}
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -98,7 +100,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder against other writers; released by the system when the process dies."""
+        """Keep other writers out; the system releases the lock when the process dies."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / ".lock", timeout=0)
@@ -121,7 +123,7 @@ class RunFolder:
             return isinstance(e.__cause__, Timeout)
 
     def has_end(self, step: int) -> bool:
-        """Whether the checkpoint of its last step is still there."""
+        """Whether the checkpoint of the last step still exists."""
         return (self.checkpoints / checkpoint_name(step)).is_dir()
 
     def write_config(self, config: RunConfig, path: Path | None = None) -> None:
@@ -132,7 +134,7 @@ class RunFolder:
             f.write(_line(line))
 
     def rewind(self, step: int) -> None:
-        """Forget metrics after `step`, and a line that was cut off in mid-write."""
+        """Remove metrics after `step`, and a last line that was cut off while it was written."""
         if self.metrics.exists():
             self.write_metrics([line for line in self.read_metrics() if line["step"] <= step])
 
@@ -140,12 +142,36 @@ class RunFolder:
         files.write_text(self.metrics, "".join(_line(line) for line in lines))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every whole line; one that was cut off in mid-write is left out."""
+        """Every complete line; a last line that was cut off while it was written is ignored."""
+        text = read_text(self.metrics, RunError)
+        lines = text[: text.rfind("\n") + 1].split("\n")[:-1]
+        return [_parsed(line, f"{self.metrics}, line {i},") for i, line in enumerate(lines, start=1)]
+
+    def recent_metrics(self, size: int = 1 << 14) -> list[dict[str, Any]]:
+        """The readable lines among the last `size` bytes, also while another process writes the file."""
         try:
-            text = self.metrics.read_text(encoding="utf-8")
-            return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        except ValueError as e:
-            raise RunError(f"{self.metrics} is damaged: {e}.") from e
+            with self.metrics.open("rb") as f:
+                f.seek(max(f.seek(0, io.SEEK_END) - size, 0))
+                lines = f.read().decode(errors="replace").split("\n")
+        except OSError:
+            return []
+        found = []
+        for line in lines:
+            with contextlib.suppress(RunError):  # the first line may be cut, the last may be incomplete
+                found.append(_parsed(line, str(self.metrics)))
+        return found
+
+
+def _parsed(line: str, source: str) -> dict[str, Any]:
+    """A line of metrics: a step, and numbers by name for `train` and `valid`."""
+    values = parse_json(line, source, RunError)
+    if not isinstance(values, dict) or type(values.get("step")) is not int or values["step"] < 0:
+        raise RunError(f"{source} is damaged: got {shown(values)}, expected an object with a step.")
+    for key in ("train", "valid"):
+        part = values.get(key, {})
+        if not isinstance(part, dict) or not all(type(x) in (int, float, type(None)) for x in part.values()):
+            raise RunError(f"{source} is damaged: got {key} {shown(part)}, expected numbers.")
+    return values
 
 
 def _line(values: dict[str, Any]) -> str:

@@ -1,16 +1,17 @@
-"""`RunRecord`: what a run was and what came out of it, as JSON that every table leads back to."""
+"""`RunRecord`: the settings, data, environment and results of a run, as JSON. Every table is made from records."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from stickymoe import files
-from stickymoe.errors import RunError
+from stickymoe.errors import ConfigError, RunError, require
+from stickymoe.reading import read_json, reason
+from stickymoe.runs.config import RunConfig
 from stickymoe.runs.folder import ADDED, NOT_IN_ID, RunFolder
 
 SCHEMA = 1
@@ -20,7 +21,7 @@ Status = Literal["running", "interrupted", "failed", "complete"]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """`metrics` are of the final model on the whole validation split; `per_layer` holds their layers.
+    """`metrics` describe the final model on the whole validation split; `per_layer` has the values of each layer.
 
     `sizes` are bytes of the parameters, measured: `expert_bytes` of one expert for each layer, `other_bytes` of
     everything else that is resident, `table_bytes` of rows in slow memory and `row_bytes` that a token reads of them.
@@ -44,55 +45,72 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as e:
-            raise RunError(f"{path.parent} is no run folder: {path.name} cannot be read ({e.strerror}).") from e
-        except ValueError as e:
-            raise RunError(f"{path} is damaged: {e}. Start the run again in a new folder.") from e
+        """Read and check a record."""
+        if not path.is_file():
+            raise RunError(f"{path.parent} is not a run folder: it has no readable {path.name}.")
+        values = read_json(path, RunError)
         known = {f.name for f in dataclasses.fields(cls)}
         if not isinstance(values, dict) or values.get("schema") != SCHEMA or not set(values) <= known:
             raise RunError(f"{path} is damaged or of another version: expected a run record with schema {SCHEMA}.")
         try:
             record = cls(**values)
-        except TypeError as e:
-            raise RunError(f"{path} is damaged: {e}.") from e
-        record.require_whole(path)
+            record._require_valid()
+        except (TypeError, ConfigError) as e:
+            raise RunError(f"{path} is damaged: {reason(e)}.") from e
         return record
 
-    def require_whole(self, path: Path) -> None:
-        """Refuse values that a run would not have written."""
+    def _require_valid(self) -> None:
+        """Refuse values that no run writes."""
+        require(type(self.run_id) is str, "run_id", self.run_id, "text")
+        require(self.status in get_args(Status), "status", self.status, f"one of {', '.join(get_args(Status))}")
+        require(isinstance(self.failure, str | None), "failure", self.failure, "text or null")
         for name in ("config", "data", "environment", "metrics", "per_layer", "sizes"):
-            if not isinstance(getattr(self, name), dict):
-                raise RunError(f"{path} is damaged: {name} is {getattr(self, name)!r}, expected a mapping.")
-        for name in ("fingerprint", "vocab_size", "tokens"):
-            if name not in self.data:
-                raise RunError(f"{path} is damaged: data has no {name}.")
-        layers = [value for values in self.per_layer.values() for value in values]
-        for value in [*self.metrics.values(), *layers]:
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-                raise RunError(f"{path} is damaged: got {value!r} among the metrics, expected numbers.")
+            require(isinstance(getattr(self, name), dict), name, getattr(self, name), "a mapping")
+        config = RunConfig.from_dict(self.config)
+        self._require_data()
+        n_layers = config.model.n_layers
+        for name, layers in self.per_layer.items():
+            ok = isinstance(layers, list) and len(layers) == n_layers and all(map(_is_number_or_none, layers))
+            require(ok, f"per_layer.{name}", layers, f"{n_layers} numbers")
+        for name, value in self.metrics.items():
+            require(_is_number_or_none(value), f"metrics.{name}", value, "a number")
+        for name, size in self.sizes.items():
+            sizes = size if isinstance(size, list) else [size]
+            require(all(type(n) is int and n >= 0 for n in sizes), f"sizes.{name}", size, "bytes")
         ppl = self.metrics.get("ppl")
-        if self.status == "complete" and (ppl is None or ppl <= 0):
-            raise RunError(f"{path} is damaged: a complete run with perplexity {ppl}, expected a number > 0.")
+        ok = self.status != "complete" or (ppl is not None and ppl > 0)
+        require(ok, "metrics.ppl", ppl, "a number > 0 in a complete run")
+
+    def _require_data(self) -> None:
+        fingerprint, vocab_size, tokens = (self.data.get(k) for k in ("fingerprint", "vocab_size", "tokens"))
+        require(type(fingerprint) is str, "data.fingerprint", fingerprint, "text")
+        require(type(vocab_size) is int and vocab_size >= 1, "data.vocab_size", vocab_size, "an integer ≥ 1")
+        require(isinstance(tokens, dict), "data.tokens", tokens, "a mapping")
+        for split, least in (("train", 1), ("valid", 0), ("test", 0)):
+            count = tokens.get(split) if isinstance(tokens, dict) else None
+            require(type(count) is int and count >= least, f"data.tokens.{split}", count, f"an integer ≥ {least}")
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or type(value) in (int, float)
 
 
 def earlier_run(folder: RunFolder, record: RunRecord, *, resume: bool) -> RunRecord | None:
-    """What the folder holds already; refused if it is not this run or needs `resume`."""
+    """The record that the folder already contains; refused if it is another run, or unfinished without `resume`."""
     if not folder.record.exists():
         foreign = [p.name for p in folder.path.iterdir() if not p.name.startswith(".")]
         if foreign:
             raise RunError(
-                f"{folder.path} is not empty and holds no run (found {foreign[0]}). Choose another folder with --out."
+                f"{folder.path} is not empty and has no run (found {foreign[0]}). Choose another folder with --out."
             )
         return None
     earlier = RunRecord.read(folder.record)
     if earlier.run_id != record.run_id:
         raise RunError(
-            f"{folder.path} holds a different run ({_difference(earlier, record)}). Choose another folder with --out."
+            f"{folder.path} has a different run ({_difference(earlier, record)}). Choose another folder with --out."
         )
     if earlier.status != "complete" and not resume:
-        raise RunError(f"{folder.path} holds this run unfinished ({earlier.status}). Add --resume to go on with it.")
+        raise RunError(f"{folder.path} has this run unfinished ({earlier.status}). Add --resume to continue it.")
     return earlier
 
 

@@ -1,4 +1,4 @@
-"""From flags and YAML to a `RunConfig`: preset, then file, then flags, each over the one before."""
+"""Make a `RunConfig` from flags and YAML. Flags override the file, and the file overrides the preset."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from argparse import SUPPRESS, ArgumentError
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser
 
-from stickymoe.errors import ConfigError, unknown
+from stickymoe import reading
+from stickymoe.errors import ConfigError, shown, unknown
 from stickymoe.runs.config import (
     RENAMED,
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
+    SECTIONS,
     RunConfig,
-    TrainConfig,
     current_names,
 )
 from stickymoe.runs.presets import RECOMMENDED, RECOMMENDED_SIZES
@@ -25,7 +22,6 @@ from stickymoe.runs.presets import preset as preset_settings
 from stickymoe.variants import hypers, variant_names
 
 _HELP = "See stickymoe train --help."
-_SECTIONS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
 
 
 def read_config(
@@ -36,7 +32,7 @@ def read_config(
     recommended: bool = False,
     file: Path | None = None,
 ) -> RunConfig:
-    """The config that `flags`, the YAML `file`, and the named `preset` and `variant` make together.
+    """The config of the `preset`, the YAML `file`, the `variant` and the `flags`, each overriding the one before.
 
     `recommended` is the variant that docs/frontier.md recommends, with its settings.
     """
@@ -44,10 +40,10 @@ def read_config(
     if recommended:
         if variant is not None or "variant" in settings:
             given = variant or _variant_in(settings)
-            raise ConfigError(f"--recommended chooses the variant: got '{given}' too, leave one of them out.")
+            raise ConfigError(f"--recommended chooses the variant, but '{given}' was given too: omit one of them.")
         settings["variant"] = RECOMMENDED | RECOMMENDED_SIZES.get(preset or settings.get("preset", ""), {})
     elif variant is not None and sorted(variant.split("+")) != sorted(_variant_in(settings).split("+")):
-        settings.pop("variant", None)  # the file's hyper-parameters are another variant's
+        settings.pop("variant", None)  # the hyper-parameters in the file belong to another variant
         settings["variant"] = {"name": variant}
     if preset is not None:
         settings["preset"] = preset
@@ -55,9 +51,9 @@ def read_config(
 
 
 def config_from(settings: dict[str, Any], flags: list[str] | None = None, source: str = "") -> RunConfig:
-    """The config of nested `settings` with an optional `preset` under them and `flags` over them.
+    """The config of nested `settings`, which override their optional `preset`, overridden by `flags`.
 
-    `source` is added to the message where a setting is refused.
+    `source` is added to the message of an error.
     """
     settings = dict(settings)
     if isinstance(settings.get("variant"), str):
@@ -80,12 +76,12 @@ def config_from(settings: dict[str, Any], flags: list[str] | None = None, source
 
 
 def _require_sections(settings: dict[str, Any], source: str) -> None:
-    """Sections are mappings, a preset is a name, and nothing but a path or cache folder may be null."""
+    """Sections are mappings of plain values, a preset is a name, and only a path or cache folder may be null."""
     for key, value in settings.items():
-        if key in (*_SECTIONS, "variant") and not isinstance(value, dict):
-            raise ConfigError(f"{key}: got {value!r}, expected settings such as '{key}: {{name: value}}'.{source}")
+        if key in (*SECTIONS, "variant") and not isinstance(value, dict):
+            raise ConfigError(f"{key}: got {shown(value)}, expected settings such as '{key}: {{name: value}}'.{source}")
         if key in ("preset", "seed") and (value is None or (key == "preset" and not isinstance(value, str))):
-            raise ConfigError(f"{key}: got {value!r}, expected {'a name' if key == 'preset' else 'int'}.{source}")
+            raise ConfigError(f"{key}: got {shown(value)}, expected {'a name' if key == 'preset' else 'int'}.{source}")
         for name, inner in value.items() if isinstance(value, dict) else ():
             if inner is None and (key, name) not in (("data", "path"), ("data", "cache_dir")):
                 raise ConfigError(f"{key}.{name}: got null, expected a value.{source}")
@@ -106,9 +102,9 @@ def _variant_in(settings: dict[str, Any]) -> str:
 
 
 def config_parser(variant: str, preset: str | None = None) -> ArgumentParser:
-    """Typed flags for every setting of a run of `variant`, with the preset's values as defaults."""
+    """Typed flags for every setting of a run of `variant`; defaults come from the preset."""
     parser = ArgumentParser(exit_on_error=False, add_help=False, usage="")
-    for name, section in _SECTIONS.items():
+    for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
     parser.add_argument("--variant.name", type=str, default=variant, help=SUPPRESS)  # the command's own --variant
     settings = parser.add_argument_group(f"The variant {variant}")
@@ -121,16 +117,12 @@ def config_parser(variant: str, preset: str | None = None) -> ArgumentParser:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ConfigError(f"Config file {file} cannot be read ({e.strerror}).") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ConfigError(f"Config file {file} is not YAML: {' '.join(str(e).split())}.") from e
+    """The sections of a YAML file."""
+    settings = reading.read_yaml(file, ConfigError)
     if settings is None:
         return {}
     if not isinstance(settings, dict):
-        raise ConfigError(f"Config file {file}: got {settings!r}, expected sections such as 'train:'.")
+        raise ConfigError(f"{file}: got {shown(settings)}, expected sections such as 'train:'.")
     return settings
 
 
@@ -142,7 +134,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _one_line(message: str, parser: ArgumentParser, source: str) -> str:
-    """Say in our own words what the parser objected to."""
+    """Reword a message of the parser."""
     text = " ".join(message.split())
     known = [a.option_strings[-1] for a in parser._actions if a.option_strings and a.help != SUPPRESS]
     known = [option for option in known if "." in option]
@@ -153,7 +145,7 @@ def _one_line(message: str, parser: ArgumentParser, source: str) -> str:
     if m := re.search(r"""(?:[Kk]ey|[Oo]ption) ["'](\S+?)["'] is not (?:expected|accepted)""", text):
         return _no_such_setting(m[1], [k.removeprefix("--") for k in known], parser) + source
     if m := re.search(r'Parser key "([^"]+)":', text):
-        if m[1] in (*_SECTIONS, "variant"):
+        if m[1] in (*SECTIONS, "variant"):
             return f"--{m[1]} takes a YAML file of its settings; a single one is set with --{m[1]}.NAME VALUE."
         given = re.search(r"(?:Got value|value): (.+?)(?: -|$)", text)
         return f"{m[1]}: got {given[1] if given else ''!r}, expected {_expected(parser, m[1])}.{source}"
@@ -161,7 +153,7 @@ def _one_line(message: str, parser: ArgumentParser, source: str) -> str:
 
 
 def _no_such_setting(name: str, known: list[str], parser: ArgumentParser) -> str:
-    """Near settings, or for one of other variants those that have it."""
+    """Name similar settings, or the variants that have this setting."""
     chosen = parser.get_default("variant.name")
     hyper = name.removeprefix("--").removeprefix("variant.")
     owners = [n for n in variant_names() if hyper in hypers(n)]
@@ -172,7 +164,7 @@ def _no_such_setting(name: str, known: list[str], parser: ArgumentParser) -> str
 
 
 def _expected(parser: ArgumentParser, key: str) -> str:
-    """The type of a setting in a reader's words."""
+    """The type of a setting, in plain English."""
     for action in parser._actions:
         if action.dest == key:
             name = str(getattr(action, "_typehint", None) or getattr(action, "type", None) or "another value")

@@ -6,7 +6,6 @@ sweeps can share a folder: each run is locked by the process that runs it.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -191,27 +190,11 @@ def _record_failure(cell: Cell) -> None:
 def _progress(cell: Cell) -> tuple[int, float | None, float | None]:
     """The last step, and the latest switch rate and validation perplexity."""
     step, switch_rate, ppl = 0, None, None
-    for line in _tail(cell.folder.metrics):
+    for line in cell.folder.recent_metrics():
         step = line.get("step", step)
         switch_rate = line.get("train", line.get("valid", {})).get("switch_rate", switch_rate)
         ppl = line.get("valid", {}).get("ppl", ppl)
     return step, switch_rate, ppl
-
-
-def _tail(path: Path, size: int = 16384) -> list[dict[str, Any]]:
-    try:
-        with path.open("rb") as f:
-            f.seek(max(path.stat().st_size - size, 0))
-            lines = f.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
-    out = []
-    for line in lines:
-        try:
-            out.append(json.loads(line))
-        except ValueError:
-            continue  # the first line may be cut, the last may be incomplete
-    return out
 
 
 def _row(cell: Cell) -> tuple[str, ...]:
