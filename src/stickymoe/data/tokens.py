@@ -1,7 +1,7 @@
-"""Corpus to tokens, through the cache.
+"""Tokenise a corpus, through the cache.
 
 Each row is tokenised alone and the rows are concatenated without special tokens: with GPT-2's tokenizer that
-is the paper's 242,643 validation tokens. Documents and row starts are kept for whoever needs borders.
+gives the 242,643 validation tokens of the paper. Documents and row starts are kept, because routers may reset there.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from tokenizers import Tokenizer
 from stickymoe.data.cache import Entry, read_entry, write_entry
 from stickymoe.data.corpora import Corpus, Document, load_corpus
 from stickymoe.data.tokenizers import gpt2_tokenizer, token_bytes, train_bpe
+from stickymoe.errors import DataError
+from stickymoe.npy import parse_npy
 from stickymoe.runs.config import DataConfig
 
 # Part of the cache key: raise it when the same corpus and tokenizer would give other files.
@@ -68,13 +70,13 @@ class TokenData:
         return len(self.token_bytes)
 
     def describe(self) -> dict[str, Any]:
-        """What a run's record says of its data."""
+        """The description of the data in the record of a run."""
         sizes = {name: len(getattr(self, name).tokens) for name in ("train", "valid", "test")}
         return {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size, "tokens": sizes}
 
 
 def load_tokens(config: DataConfig) -> TokenData:
-    """The corpus of `config` as tokens; tokenised once and kept in the cache."""
+    """The corpus of `config` as tokens, from the cache if it was tokenised before."""
     corpus = load_corpus(config)
     folder = _cache_root(config) / _key(corpus, config)
     entry = read_entry(folder)
@@ -140,7 +142,7 @@ def _tokenise_split(documents: Sequence[Document], tokenizer: Tokenizer) -> Toke
 
 
 def _encode(rows: list[str], tokenizer: Tokenizer) -> list[Int32[np.ndarray, " _"]]:
-    """A few thousand rows at a time: an `Encoding` is some fifty times larger than its ids."""
+    """Encode a few thousand rows at a time: an `Encoding` is about fifty times larger than its ids."""
     encoded = []
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         batch = tokenizer.encode_batch_fast(rows[start : start + _ROWS_AT_ONCE], add_special_tokens=False)
@@ -172,8 +174,8 @@ def _token_data(entry: Entry, fraction: float) -> TokenData:
 
 def _token_split(entry: Entry, name: str) -> TokenSplit:
     def array(kind: str) -> Shaped[np.ndarray, " n"]:
-        loaded: Shaped[np.ndarray, " n"] = np.load(io.BytesIO(entry.files[f"{name}.{kind}.npy"]), allow_pickle=False)
-        return loaded
+        file = f"{name}.{kind}.npy"
+        return parse_npy(entry.files[file], f"Token cache: {file}", DataError)
 
     topics = tuple(entry.about["splits"][name]["topics"])
     return TokenSplit(tokens=array("tokens"), doc=array("doc"), topics=topics, row_start=array("row_start"))

@@ -40,7 +40,7 @@ def read_config(
     if recommended:
         if variant is not None or "variant" in settings:
             given = variant or _variant_in(settings)
-            raise ConfigError(f"--recommended chooses the variant, but '{given}' was given too: omit one of them.")
+            raise ConfigError(f"--recommended chooses the variant, but '{given}' was given: omit one of them.")
         settings["variant"] = RECOMMENDED | RECOMMENDED_SIZES.get(preset or settings.get("preset", ""), {})
     elif variant is not None and sorted(variant.split("+")) != sorted(_variant_in(settings).split("+")):
         settings.pop("variant", None)  # the hyper-parameters in the file belong to another variant

@@ -1,8 +1,8 @@
-"""Checkpoints: a folder of safetensors and a readable JSON, complete or absent, each file with its checksum.
+"""Checkpoints: folders of safetensors and readable JSON, complete or absent, with a checksum of each file.
 
 checkpoints/step-000100/
   model.safetensors       parameters
-  optimiser.safetensors   AdamW's moments and step counts, named after the parameters; the random state
+  optimiser.safetensors   moments and step counts of AdamW, named after the parameters; the random state
   state.json              step, phase, best evaluation, checksums
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,17 +23,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from stickymoe import files
-from stickymoe.errors import RunError
+from stickymoe.errors import RunError, shown
+from stickymoe.reading import read_json, reason
 from stickymoe.runs.folder import checkpoint_name
 
 SCHEMA = 1
 KEEP = 2
 _FILES = {"model.safetensors", "optimiser.safetensors"}
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands: steps done over all phases, and the best evaluation so far."""
+    """The steps done over all phases, and the best evaluation so far."""
 
     step: int
     best_ppl: float | None = None
@@ -40,8 +43,10 @@ class Progress:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. A save that was cut off leaves only a hidden folder."""
-    return sorted((p for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()), key=_step_of)
+    """Complete checkpoints, oldest first. An interrupted save leaves only a hidden folder."""
+    return sorted(
+        (p for p in folder.glob("step-*") if p.is_dir() and re.fullmatch("step-[0-9]+", p.name)), key=_step_of
+    )
 
 
 def _step_of(path: Path) -> int:
@@ -49,19 +54,19 @@ def _step_of(path: Path) -> int:
 
 
 def drop_later_checkpoints(folder: Path, step: int) -> None:
-    """Forget checkpoints after `step`: training goes on from there, and they would be taken up instead."""
+    """Delete checkpoints after `step`. Training continues from that step, and a later resume must not use them."""
     for path in checkpoints_in(folder):
         if _step_of(path) > step:
             shutil.rmtree(path)
 
 
 def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimiser: torch.optim.Optimizer) -> Path:
-    """Write a checkpoint beside the earlier ones, then drop all but the newest few."""
+    """Write a checkpoint, then delete all but the newest few."""
     final = folder / checkpoint_name(progress.step)
     if final.exists() and checkpoint_damage(final) is None:
         return final
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".step-*"):  # of a save that was killed
+    for left in folder.glob(".step-*"):  # left by a save that was killed
         shutil.rmtree(left)
     temporary = folder / f".{final.name}"
     try:
@@ -90,12 +95,12 @@ def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimise
 
 
 def find_checkpoint(folder: Path, name: str | None = None) -> Path | None:
-    """The checkpoint of that name, or the newest; checked, and refused if damaged."""
+    """The checkpoint of that name, or the newest; refused if it is damaged."""
     found = checkpoints_in(folder)
     if name is not None:
         if folder / name not in found:
             there = ", ".join(p.name for p in found) or "none"
-            raise RunError(f"No checkpoint '{name}' in {folder}. There are: {there}.")
+            raise RunError(f"No checkpoint '{name}' in {folder}. Available: {there}.")
         chosen = folder / name
     elif found:
         chosen = found[-1]
@@ -105,7 +110,7 @@ def find_checkpoint(folder: Path, name: str | None = None) -> Path | None:
     if damage is not None:
         good = [p for p in found if _step_of(p) < _step_of(chosen) and checkpoint_damage(p) is None]
         offer = (
-            f"The previous good one is {good[-1].name}: add --checkpoint {good[-1].name} to go on from it"
+            f"The previous intact one is {good[-1].name}: add --checkpoint {good[-1].name} to resume from it"
             if good
             else "There is no earlier one: start again in a new folder"
         )
@@ -116,29 +121,38 @@ def find_checkpoint(folder: Path, name: str | None = None) -> Path | None:
 def checkpoint_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        state = json.loads((path / "state.json").read_text())
-        if state["schema"] != SCHEMA:
-            return f"state.json: got schema {state['schema']}, expected {SCHEMA}"
-        if state["checksum"] != _state_checksum(state) or set(state["sha256"]) != _FILES:
-            return "state.json: its checksum differs"
-        for name, expected in state["sha256"].items():
-            if _checksum(path / name) != expected:
+        state = _read_state(path)
+        for name in sorted(_FILES):
+            if _checksum(path / name) != state["sha256"][name]:
                 return f"{name}: its checksum differs"
+    except RunError as e:
+        return str(e).removeprefix(f"{path}/").rstrip(".")
     except OSError as e:
-        return f"{Path(e.filename).name}: {e.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "state.json is not readable"
+        return f"{name}: {reason(e)}"
     return None
 
 
+def _read_state(path: Path) -> dict[str, Any]:
+    """The content of `state.json`, as it was written."""
+    file = path / "state.json"
+    state = read_json(file, RunError)
+    if not isinstance(state, dict) or state.get("schema") != SCHEMA:
+        given = shown(state.get("schema")) if isinstance(state, dict) else shown(state)
+        raise RunError(f"{file}: got schema {given}, expected {SCHEMA}.")
+    if state.get("checksum") != _state_checksum(state) or set(state["sha256"]) != _FILES:
+        raise RunError(f"{file}: its checksum differs.")
+    return state
+
+
 def read_progress(path: Path) -> Progress:
-    state = json.loads((path / "state.json").read_text())
+    state = _read_state(path)
     return Progress(**{k: state[k] for k in ("step", "best_ppl", "best_step")})
 
 
 def load_model(path: Path, model: nn.Module) -> None:
+    tensors = _load(path / "model.safetensors")
     try:
-        model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
+        model.load_state_dict(tensors, strict=True)
     except RuntimeError as e:
         raise RunError(
             f"Checkpoint {path} does not fit the model of its config: another version of stickymoe saved it. "
@@ -147,11 +161,26 @@ def load_model(path: Path, model: nn.Module) -> None:
 
 
 def load_optimiser(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-    """Put moments, step counts and the random state back as they were."""
-    tensors = load_file(path / "optimiser.safetensors")
+    """Restore moments, step counts and the random state."""
+    tensors = _load(path / "optimiser.safetensors")
+    names = [name for name, _ in _trained(model)]
+    missing = [f"{key}/{name}" for name in names for key in _MOMENTS if f"{key}/{name}" not in tensors]
+    if missing or "rng" not in tensors:
+        lacks = missing[0] if missing else "rng"
+        raise RunError(f"Checkpoint {path} does not fit the optimiser: it has no {lacks}. Train again in a new folder.")
     torch.set_rng_state(tensors["rng"])
     for name, parameter in _trained(model):
-        optimiser.state[parameter] = {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        optimiser.state[parameter] = {key: tensors[f"{key}/{name}"] for key in _MOMENTS}
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+    except OSError as e:
+        raise RunError(f"{file} cannot be read ({reason(e)}).") from e
+    except SafetensorError as e:
+        raise RunError(f"{file} is damaged: {reason(e)}.") from e
+    return tensors
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
