@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -15,18 +16,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import fuzz
+from stickymoe.data import tokenizers
+from stickymoe.data.corpora import load_corpus
+from stickymoe.data.tokens import load_tokens
 from stickymoe.errors import DataError, RunError, StickyError
 from stickymoe.locality.devices import load_device
 from stickymoe.locality.foreign import read_foreign
 from stickymoe.locality.formats import load_table, save_table
 from stickymoe.locality.table import RouteTable
-from stickymoe.runs.config import RunConfig
+from stickymoe.runs.config import DataConfig, RunConfig
 from stickymoe.runs.folder import RunFolder
 from stickymoe.runs.record import RunRecord
 from stickymoe.runs.settings import read_config
 from stickymoe.sweeps.grid import configs, load_grid
+from stickymoe.training.checkpoint import (
+    Progress,
+    find_checkpoint,
+    load_model,
+    load_optimiser,
+    read_progress,
+    save_checkpoint,
+)
 
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "300"))
 
@@ -366,8 +380,9 @@ YAML = [
 def test_yaml_that_is_no_config(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     assert says in refusal(lambda path: read_config(file=path), tmp_path / "config.yaml")
-    assert says in refusal(lambda path: load_grid(str(path), {}), tmp_path / "config.yaml")
-    assert says in refusal(lambda path: load_device(str(path)), tmp_path / "config.yaml")
+    for read in (lambda path: load_grid(path, {}), load_device):
+        with pytest.raises(StickyError, match=re.escape(says)):
+            read(str(tmp_path / "config.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -403,3 +418,117 @@ def test_a_line_of_metrics_with_a_wrong_value(run: RunFolder, line: str) -> None
     with pytest.raises(RunError, match=r"metrics\.jsonl, line 2, is damaged: [^\n]+\.$"):
         run.read_metrics()
     assert [line["step"] for line in run.recent_metrics()] == [1, 2]
+
+
+# Checkpoints
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of a small network after one update."""
+    model, optimiser = network()
+    model(torch.ones(1, 3)).sum().backward()
+    optimiser.step()
+    return save_checkpoint(tmp_path / "checkpoints", Progress(6, best_ppl=9.5, best_step=2), model, optimiser)
+
+
+def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 2)
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def load_all(checkpoint: Path) -> None:
+    model, optimiser = network()
+    load_model(checkpoint, model)
+    load_optimiser(checkpoint, model, optimiser)
+    assert read_progress(checkpoint) == Progress(6, best_ppl=9.5, best_step=2)
+
+
+def test_checkpoints(checkpoint: Path) -> None:
+    def read(folder: Path) -> None:
+        found = find_checkpoint(folder.parent)
+        assert found == folder
+        load_all(found)
+
+    with torch.random.fork_rng():
+        refused = fuzz.survive(read, fuzz.snapshot(checkpoint), checkpoint, range(ROUNDS))
+    assert refused > 0.9 * ROUNDS
+
+
+def test_weights_that_were_not_checked_before(checkpoint: Path) -> None:
+    with torch.random.fork_rng():
+        fuzz.survive(load_all, fuzz.snapshot(checkpoint), checkpoint, range(ROUNDS))
+
+
+def test_a_folder_that_is_named_like_a_checkpoint(checkpoint: Path) -> None:
+    (checkpoint.parent / "step-²").mkdir()
+    assert find_checkpoint(checkpoint.parent) == checkpoint
+
+
+def test_a_state_that_is_nested_too_deeply(checkpoint: Path) -> None:
+    (checkpoint / "state.json").write_text("[" * 100_000)
+    assert "state.json is damaged: it is nested too deeply" in refusal(find_checkpoint, checkpoint.parent)
+
+
+# Corpora, token caches and tokenizers
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    rows = [f"The lobster number {n} walks to the sea, “naïve” 蟹 .\n" for n in range(12)]
+    fuzz.restore({f"{split}.txt": "".join(rows).encode() for split in ("train", "valid", "test")}, folder)
+    return folder
+
+
+def test_corpora(texts: Path) -> None:
+    def read(folder: Path) -> None:
+        corpus = load_corpus(DataConfig(path=str(folder)))
+        assert corpus.train
+        assert corpus.valid
+        load_corpus(DataConfig(path=str(folder / "train.txt")))
+
+    refused = fuzz.survive(read, fuzz.snapshot(texts), texts, range(ROUNDS))
+    assert 0.1 * ROUNDS < refused < 0.9 * ROUNDS
+
+
+def test_damaged_texts_as_tokens(texts: Path, tmp_path: Path) -> None:
+    def read(folder: Path) -> None:
+        data = load_tokens(DataConfig(path=str(folder), vocab_size=300, cache_dir=str(tmp_path / "cache")))
+        assert len(data.valid.tokens) > 0
+
+    fuzz.survive(read, fuzz.snapshot(texts), texts, range(ROUNDS // 15))
+
+
+def test_token_caches(texts: Path, tmp_path: Path) -> None:
+    """A damaged entry is rebuilt, so nothing is ever refused."""
+    config = DataConfig(path=str(texts), vocab_size=300, cache_dir=str(tmp_path / "cache"))
+    expected = load_tokens(config)
+
+    def read(folder: Path) -> None:
+        data = load_tokens(config)
+        assert data.fingerprint == expected.fingerprint
+        assert np.array_equal(data.train.boundary, expected.train.boundary)
+
+    cache = tmp_path / "cache"
+    assert fuzz.survive(read, fuzz.snapshot(cache), cache, range(ROUNDS // 15)) == 0
+
+
+def test_a_path_that_no_system_has(tmp_path: Path) -> None:
+    for path in ("a\0b", "x" * 5000):
+        with pytest.raises(DataError, match=r"^data\.path: '[^\n]*$"):
+            load_corpus(DataConfig(path=path))
+
+
+def test_tokenizer_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the files of GPT-2's tokenizer."""
+    monkeypatch.setattr(tokenizers, "package_folder", lambda *_: tmp_path)
+    vocab = {token: i for i, token in enumerate(["a", "b", "c", "ab", "abc"])}
+    files = {"encoder.json": json.dumps(vocab).encode(), "vocab.bpe": b"#version: 0.2\na b\nab c\n"}
+
+    def read(folder: Path) -> None:
+        tokenizer = tokenizers.gpt2_tokenizer()
+        assert len(tokenizers.token_bytes(tokenizer)) == tokenizer.get_vocab_size()
+
+    refused = fuzz.survive(read, files, tmp_path / "data", range(ROUNDS))
+    assert 0.3 * ROUNDS < refused < ROUNDS
