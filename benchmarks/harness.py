@@ -1,8 +1,8 @@
-"""Side-by-side timing: every contestant lives in a process of its own and they take turns.
+"""Side-by-side timing: every candidate runs in its own process, and the candidates take turns.
 
-A contestant is a function without arguments that prepares its work and returns a function to be timed. It runs in a
-fresh interpreter, so that allocator and thread settings are its own; while one works the others wait for input. A
-noisy machine then disturbs all alike, and ratios of medians over interleaved rounds mean something.
+A candidate is a function without arguments that prepares its work and returns the function to time. It runs in a fresh
+interpreter with its own allocator and thread settings. While one works, the others wait for input. So noise of the
+machine affects all candidates equally, and ratios of medians over interleaved rounds are meaningful.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Work = Callable[[], object]
 
 
 def serve(prepare: Callable[[], Work], warm_up: int) -> None:
-    """The contestant's side: run once per line of input, answer with seconds, peak memory and a number if it found one.
+    """The process of a candidate: run once per line of input; answer with seconds, peak memory and its result, if any.
 
-    Memory counts from here on: what the contestant needs is to be imported before.
+    Memory counts from here on, so import everything that the candidate needs before.
     """
     base = _peak_kb()
     start = time.perf_counter()
@@ -37,8 +37,8 @@ def serve(prepare: Callable[[], Work], warm_up: int) -> None:
         start = time.perf_counter()
         result = work()
         seconds = time.perf_counter() - start
-        told = result if isinstance(result, int) else None
-        print(json.dumps({"seconds": seconds, "peak_mb": (_peak_kb() - base) / 1024, "result": told}), flush=True)
+        number = result if isinstance(result, int) else None
+        print(json.dumps({"seconds": seconds, "peak_mb": (_peak_kb() - base) / 1024, "result": number}), flush=True)
 
 
 def _peak_kb() -> int:
@@ -50,7 +50,7 @@ def _peak_kb() -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds over interleaved rounds; `result` is the number that the work found, if any."""
+    """Seconds over interleaved rounds; `result` is the number that the work returned, if any."""
 
     name: str
     seconds: list[float]
@@ -64,7 +64,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, relative to the median."""
+        """Half of the interquartile range, relative to the median."""
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return (high - low) / 2 / self.median
 
@@ -78,8 +78,8 @@ class Timing:
         }
 
 
-class Contestant:
-    """A process that runs `script --serve NAME …` and works when told to."""
+class Candidate:
+    """A process that runs `script --serve NAME …` and does its work on request."""
 
     def __init__(self, script: Path, name: str, *, threads: int, arguments: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -135,31 +135,31 @@ def race(
     arguments: tuple[str, ...] = (),
     together: bool = False,
 ) -> list[Timing]:
-    """Start every contestant, one after another or all `together`, then let them take turns."""
-    contestants = []
+    """Start all candidates, one after another or `together`, then let them take turns."""
+    candidates = []
     for name in names:
-        contestants.append(Contestant(script, name, threads=threads, arguments=arguments))
+        candidates.append(Candidate(script, name, threads=threads, arguments=arguments))
         if not together:
-            contestants[-1].ready()
+            candidates[-1].ready()
     if together:
-        for contestant in contestants:
-            contestant.ready()
+        for candidate in candidates:
+            candidate.ready()
     for _ in range(rounds):
-        for contestant in contestants:
-            contestant.go()
-            contestant.wait()
-    return [contestant.end() for contestant in contestants]
+        for candidate in candidates:
+            candidate.go()
+            candidate.wait()
+    return [candidate.end() for candidate in candidates]
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median between the ends of its 95 % interval, by ranks."""
+    """Lower end, median and upper end: the 95 % interval of the median, by ranks."""
     ordered, n = sorted(values), len(values)
     first = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
     return ordered[first], statistics.median(ordered), ordered[n - 1 - first]
 
 
 def write_record(path: Path, results: dict[str, Any]) -> None:
-    """A JSON record with the machine and versions it was measured on."""
+    """Write a JSON record with the machine and versions of the measurement."""
     from stickymoe.runs.environment import describe_environment
 
     record = {"environment": describe_environment() | {"cores": os.cpu_count()}, **results}

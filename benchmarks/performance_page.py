@@ -35,8 +35,8 @@ def seconds(race: dict[str, Any], name: str) -> float:
 
 def page(record: dict[str, Any]) -> str:
     environment = record["environment"]
-    big = rival_race(record, 50_257)
-    reach = seconds(big, best_rival(big)) / seconds(big, "floor")
+    big = model_race(record, 50_257)
+    reach = seconds(big, fastest_mixtral(big)) / seconds(big, "floor")
     used = seconds(big, "floor") / seconds(big, "ours")
     products = record["breakdown"]["4096"]["matrix products"]
     compiled = record["levers"][1]["timings"]["with compile"]
@@ -64,7 +64,7 @@ model without the fast path.
 
 ## Tokens per second
 
-{rivals(record)}
+{models(record)}
 `floor` is the matrix products of the step alone, with the same shapes, into preallocated memory.
 
 ## Profile of a step
@@ -78,7 +78,7 @@ Time of a step with one optimisation changed, divided by the time of our step in
 (95 % interval). "no difference" means that the interval includes 1; the machine is noisy. `plain` above has neither the
 fused head nor sorted experts.
 
-{levers(record)}
+{optimisations(record)}
 - **Fused head** (`models/head.py`): computes the logits of a few rows at a time and turns them into gradients while
   they are in cache. The full logits are never in memory: see the memory column.
 - **Kept memory** (`training/memory.py`): sets an option of glibc, so that large freed blocks stay in the process.
@@ -196,17 +196,17 @@ def _against(goal: float, races: list[dict[str, dict[str, float]]]) -> str:
     return "; ".join(parts) or "all variants meet the target"
 
 
-def rival_race(record: dict[str, Any], vocab: int) -> dict[str, Any]:
+def model_race(record: dict[str, Any], vocab: int) -> dict[str, Any]:
     race: dict[str, Any] = next(r for r in record["rivals"] if (r["vocab"], r["threads"]) == (vocab, 2))
     return race
 
 
-def best_rival(race: dict[str, Any]) -> str:
+def fastest_mixtral(race: dict[str, Any]) -> str:
     return min(("hf-eager", "hf-grouped"), key=lambda name: seconds(race, name))
 
 
 def targets(record: dict[str, Any]) -> str:
-    big, small = rival_race(record, 50_257), rival_race(record, 4096)
+    big, small = model_race(record, 50_257), model_race(record, 4096)
     alone, together = (t["tokens_per_s"] for t in record["processes"].values())
     terms = seconds(record["terms"], "terms") / seconds(record["terms"], "ours")
     terms_small = record["terms, small vocabulary"]
@@ -246,7 +246,7 @@ def parts(record: dict[str, Any]) -> str:
     return table(["", *(f"vocabulary {int(vocab):,}" for vocab in shares)], rows)
 
 
-def rivals(record: dict[str, Any]) -> str:
+def models(record: dict[str, Any]) -> str:
     races = record["rivals"]
     headings = ["", *(f"vocabulary {r['vocab']:,}, {r['threads']} thread{'s' * (r['threads'] > 1)}" for r in races)]
     rows = []
@@ -256,19 +256,19 @@ def rivals(record: dict[str, Any]) -> str:
     return table(headings, rows)
 
 
-def levers(record: dict[str, Any]) -> str:
+def optimisations(record: dict[str, Any]) -> str:
     races = record["levers"]
     names = {name for race in races for name in race["timings"]} - {"ours"}
     rows = []
     for name in sorted(names):
-        cells = [_lever(race["timings"], name) for race in races]
+        cells = [_ratio(race["timings"], name) for race in races]
         memory = races[0]["timings"].get(name)
         rows.append([name, *cells, "–" if memory is None else f"{memory['peak_mb']:,.0f}"])
     rows.append(["ours", "1", "1", f"{races[0]['timings']['ours']['peak_mb']:,.0f}"])
     return table(["", *(f"vocabulary {race['vocab']:,}" for race in races), "peak MB at 50,257"], rows)
 
 
-def _lever(timings: dict[str, Any], name: str) -> str:
+def _ratio(timings: dict[str, Any], name: str) -> str:
     if name not in timings:
         return "–"
     rounds = zip(timings[name]["seconds"], timings["ours"]["seconds"], strict=True)

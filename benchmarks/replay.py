@@ -1,17 +1,17 @@
-"""Cache replay: ours beside libCacheSim, one core, 128 experts, one expert a request.
+"""Cache replay compared with libCacheSim: one core, 128 experts, one expert per request.
 
-    python benchmarks/replay.py        every question; writes replay.json (minutes, 3 GB of disk)
+    python benchmarks/replay.py        everything; writes replay.json (minutes, 3 GB of disk)
     python benchmarks/replay.py --accesses 1e6 --growth 1e5,1e6     a quick look, same record
     python benchmarks/replay.py --growth 1e6,1e7,1e8           without the trace of a billion accesses
 
-Contestants (each a process of its own, taking turns; all read the same synthetic trace)
-    lru, belady          our replay of the mapped trace folder at one capacity
+Candidates (each in its own process, taking turns; all read the same synthetic trace)
+    lru, belady          our replay of the memory-mapped trace at one capacity
     curve                our LRU miss-ratio curve, all capacities in one pass
     per request          libCacheSim's LRU called from Python once per request, on the first --slow accesses
-    whole, whole belady  libCacheSim's own whole-trace path: its C reader on an oracleGeneral file, LRU and Belady
+    whole, whole belady  libCacheSim with its own C reader on an oracleGeneral file, LRU and Belady
 
-All that see the same accesses must count the same misses. Times are compared per access. Memory is what a process needs
-beyond its imports, opening the trace included.
+Candidates with the same policy and accesses must count the same misses. Times are per access. Memory is what a process
+needs in addition to its imports, including the open trace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STICKINESS, SKEW = 0.5, 0.8
 
 
 def make(folder: Path, accesses: int, experts: int) -> Path:
-    """A trace of one layer, one sequence, one expert a token."""
+    """A trace of one layer and one sequence, with one expert per token."""
     from stickymoe.locality.synthetic import Synthetic, make_trace
 
     kind = Synthetic(
@@ -47,7 +47,7 @@ def make(folder: Path, accesses: int, experts: int) -> Path:
 
 
 def make_oracle(folder: Path) -> None:
-    """The same accesses in libCacheSim's oracleGeneral records, with the next use that its Belady needs."""
+    """The same accesses as oracleGeneral records of libCacheSim, with the next use that its Belady needs."""
     from stickymoe.locality.formats import load_table
     from stickymoe.locality.kernels import NEVER, next_uses
 
@@ -118,7 +118,7 @@ def whole(a: argparse.Namespace, policy: str) -> Work:
     return work
 
 
-CONTESTANTS: dict[str, Callable[[argparse.Namespace], Work]] = {
+CANDIDATES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "lru": functools.partial(ours, policy="lru"),
     "belady": functools.partial(ours, policy="belady"),
     "curve": curve,
@@ -136,20 +136,20 @@ def run(names: list[str], trace: Path, *, accesses: int, slow: int, experts: int
     found = {}
     for timing in timings:
         n = min(slow, accesses) if timing.name == "per request" else accesses
-        found[timing.name] = _told(timing, n)
-    _agree(found)
+        found[timing.name] = _result(timing, n)
+    _require_agreement(found)
     return {"accesses": accesses, "experts": experts, "capacity": capacity, "timings": found}
 
 
-def _agree(found: dict[str, Any]) -> None:
-    """Contestants of one policy that saw the same accesses must have missed as often."""
+def _require_agreement(found: dict[str, Any]) -> None:
+    """Candidates with the same policy and accesses must count the same misses."""
     for names in (("lru", "curve", "per request", "whole"), ("belady", "whole belady")):
         misses = {(found[name]["accesses"], found[name]["misses"]) for name in names if name in found}
         if len(misses) > len({accesses for accesses, _ in misses}):
             raise RuntimeError(f"{', '.join(names)} disagree: (accesses, misses) {sorted(misses)}")
 
 
-def _told(timing: Timing, n: int) -> dict[str, Any]:
+def _result(timing: Timing, n: int) -> dict[str, Any]:
     ns = 1e9 * timing.median / n
     print(f"  {timing.name:14} {ns:9.1f} ns/access ± {timing.spread:.0%}  {timing.peak_mb:8.0f} MB", flush=True)
     return {**timing.as_dict(), "accesses": n, "misses": timing.result, "ns_per_access": round(ns, 3)}
@@ -184,7 +184,7 @@ def everything(a: argparse.Namespace) -> None:
             shutil.rmtree(trace)
             return found
 
-        results["main"] = measured(list(CONTESTANTS), a.accesses, 128, a.rounds)
+        results["main"] = measured(list(CANDIDATES), a.accesses, 128, a.rounds)
         results["by accesses"] = [measured(["lru"], n, 128, 3) for n in a.growth]
         some = min(a.accesses, 10_000_000)
         results["by experts"] = [
@@ -196,11 +196,13 @@ def everything(a: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", choices=CONTESTANTS)
+    parser.add_argument("--serve", choices=CANDIDATES)
     parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--capacity", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--accesses", type=lambda n: int(float(n)), default=50_000_000)
-    parser.add_argument("--slow", type=lambda n: int(float(n)), default=2_000_000, help="accesses one by one")
+    parser.add_argument(
+        "--slow", type=lambda n: int(float(n)), default=2_000_000, help="accesses for the candidate `per request`"
+    )
     parser.add_argument(
         "--growth",
         type=lambda text: [int(float(n)) for n in text.split(",")],
@@ -208,13 +210,13 @@ def main() -> None:
         help="numbers of accesses (default 1e6,1e7,1e8,1e9)",
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where traces are put (default the system's)")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for the traces (default: that of the system)")
     parser.add_argument("-o", "--out", type=Path, default=HERE.with_suffix(".json"))
     a = parser.parse_args()
     if a.serve:
         import stickymoe.locality.replay  # noqa: F401
 
-        serve(lambda: CONTESTANTS[a.serve](a), warm_up=1)
+        serve(lambda: CANDIDATES[a.serve](a), warm_up=1)
     else:
         everything(a)
 

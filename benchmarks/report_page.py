@@ -1,6 +1,6 @@
-"""How long a report over 100 runs takes and how large its page is: python benchmarks/report_page.py.
+"""Time and page size of a report on 100 runs: python benchmarks/report_page.py.
 
-The runs are made up (60 of three variants over 20 seeds, 40 strengths of soft), with metrics, routes and text.
+The runs are synthetic (three variants with 20 seeds each, 40 strengths of soft), with metrics, routes and text.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a router costs: its own forward + backward, timed alone, over the vanilla training step and the decode step.
+"""The cost of a router: its own forward + backward, relative to the vanilla training step and the decode step.
 
     python benchmarks/routers.py                                   every variant; writes routers.json
     python benchmarks/routers.py --only smooth,residency --rounds 3      a quick look without a record
 
-A variant's own work is all layers' routers and its loss terms on hidden states that are there already: 16×256 tokens
-with gradient in training, one token after another behind a prefix in decoding. Where experts share a slot, sharing
-their gradients is part of it. What it adds is its own work less vanilla's of the same round, the median over rounds
-with its 95 % interval. In decoding, variants that differ from vanilla by their losses alone are omitted, and vanilla
-takes part three times: the spread of the three is noise.
+The own work of a variant is the routers of all layers and its loss terms, on given hidden states: 16×256 tokens with
+gradient in training, one token after another after a prefix in decoding. If experts are tied, sharing their gradients
+is included. A variant adds its own work minus that of vanilla in the same round: median over rounds with its 95 %
+interval. In decoding, variants that differ from vanilla only by their losses are skipped, and vanilla runs three times:
+the differences between the three are noise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harness import Timing, Work, median_interval, race, serve, write_record
 
 HERE = Path(__file__)
 B, T, PREFIX, VOCAB = 16, 256, 128, 4096
-TOKENS_AT_ONCE = 100  # one decoded token is too short to be timed
+TOKENS_AT_ONCE = 100  # one decoded token is too short to time
 AGAIN = ("vanilla", "vanilla (2)", "vanilla (3)")
 COMBINED = ("residency+smooth", "hysteresis+smooth", "smooth+soft")
 
@@ -137,7 +137,7 @@ def own_training(a: argparse.Namespace, variant: str) -> Work:
 
 
 def _stacks(config: Any) -> list[tuple[Any, Any]]:
-    """The experts' weights whose gradients are shared, and such gradients; none where no experts are tied."""
+    """Expert weights whose gradients are shared, with such gradients; none if no experts are tied."""
     import torch
 
     c = config.model
@@ -171,7 +171,7 @@ def own_decoding(a: argparse.Namespace, variant: str) -> Work:
     return work
 
 
-def contestant(name: str) -> Callable[[argparse.Namespace], Work]:
+def candidate(name: str) -> Callable[[argparse.Namespace], Work]:
     kind, _, variant = name.removesuffix(" (2)").removesuffix(" (3)").partition(" ")
     if kind == "step":
         return step
@@ -182,7 +182,7 @@ def contestant(name: str) -> Callable[[argparse.Namespace], Work]:
 
 
 def added(timings: list[Timing], whole: str, kind: str) -> dict[str, dict[str, float]]:
-    """Each variant's own seconds, and what it adds to `whole` over vanilla's own of the same round."""
+    """The own seconds of each variant, and the share of `whole` that it adds to vanilla in the same round."""
     by_name = {t.name.removeprefix(f"{kind} "): t for t in timings}
     step = by_name.pop(whole).median
     vanilla = [by_name[name].seconds for name in AGAIN if name in by_name]
@@ -201,7 +201,7 @@ def added(timings: list[Timing], whole: str, kind: str) -> dict[str, dict[str, f
 
 
 def same_router(a: argparse.Namespace, variant: str) -> bool:
-    """Whether a variant differs from vanilla by its losses alone."""
+    """Whether a variant differs from vanilla only by its losses."""
     from stickymoe.routing.rules import TopK, Unfiltered
 
     rule = _routers(a, variant)[0].rule
@@ -211,11 +211,11 @@ def same_router(a: argparse.Namespace, variant: str) -> bool:
 def measure(a: argparse.Namespace, variants: list[str]) -> dict[str, Any]:
     result: dict[str, Any] = {"experts": a.experts, "threads": a.threads, "batch": [B, T], "tokens": TOKENS_AT_ONCE}
     others = [variant for variant in variants if not same_router(a, variant)]
-    for kind, whole, taking_part, rounds, at_once in (
+    for kind, whole, compared, rounds, at_once in (
         ("training", "step", variants, 2 * a.rounds, 1),
         ("decoding", "decode", [*AGAIN, *others], 10 * a.rounds, TOKENS_AT_ONCE),
     ):
-        names = [whole, *(f"{kind} {variant}" for variant in taking_part)]
+        names = [whole, *(f"{kind} {variant}" for variant in compared)]
         timings = race(
             HERE, names, threads=a.threads, rounds=rounds, arguments=("--experts", str(a.experts)), together=True
         )
@@ -237,15 +237,15 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", help="variants, separated by commas, for a quick look without a record")
+    parser.add_argument("--only", help="comma-separated variants, for a quick look without a record")
     parser.add_argument("-o", "--out", type=Path, default=HERE.with_suffix(".json"))
     a = parser.parse_args()
     if a.serve:
-        from stickymoe.training import loop  # noqa: F401  imports are no part of the memory
+        from stickymoe.training import loop  # noqa: F401  imported first, so that imports do not count as memory
         from stickymoe.training.memory import keep_freed_memory
 
         keep_freed_memory()
-        serve(lambda: contestant(a.serve)(a), warm_up=2)
+        serve(lambda: candidate(a.serve)(a), warm_up=2)
     elif a.only:
         measure(a, ["vanilla", *(name for name in a.only.split(",") if name != "vanilla")])
     else:

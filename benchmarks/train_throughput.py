@@ -1,15 +1,15 @@
-"""Training throughput: forward + backward + AdamW on 16×256 tokens, ours beside Hugging Face's Mixtral.
+"""Training throughput: forward + backward + AdamW on 16×256 tokens, compared with Hugging Face's Mixtral.
 
-    python benchmarks/train_throughput.py                       every question; writes train_throughput.json
+    python benchmarks/train_throughput.py                       everything; writes train_throughput.json
     python benchmarks/train_throughput.py --only ours,hf-eager --vocab 4096 --threads 2      a quick look
 
-Contestants (each a process of its own, taking turns)
+Candidates (each in its own process, taking turns)
     ours            our model, loss and balance term, as the training loop computes them
-    plain           the same model on its plain path, memory handed back as glibc does by default
+    plain           the same model on its plain path, with the default memory settings of glibc
     hf-eager        Mixtral of the same width, depth, experts and parameters, as transformers runs it
     hf-grouped      the same with transformers' grouped matrix product
-    floor           the matrix products of our step alone, at their shapes, into memory that is there already
-    without …       ours without one lever
+    floor           the matrix products of our step alone, with the same shapes, into preallocated memory
+    without …       ours without one optimisation
     with compile    ours through torch.compile
     with passive    ours with OMP_WAIT_POLICY=passive, threads that sleep instead of spinning
     experts …       the expert layer alone, forward + backward: rows sorted by expert, the plain loop, a padded batched
@@ -25,12 +25,13 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Contestant, Timing, Work, race, serve, write_record
+from harness import Candidate, Timing, Work, race, serve, write_record
 
 HERE = Path(__file__)
 B, D, F, K, HEADS, L = 16, 128, 512, 2, 4, 4  # the paper's small model
@@ -90,7 +91,7 @@ def step(model: Any, a: argparse.Namespace, loss: Callable[[Any, Any], Any], *, 
 
 
 def huggingface(a: argparse.Namespace, *, grouped: bool) -> Work:
-    """Mixtral with gated experts of width 344: as many parameters as ours with 512."""
+    """Mixtral with gated experts of width 344: as many parameters as ours with width 512."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -114,7 +115,7 @@ def huggingface(a: argparse.Namespace, *, grouped: bool) -> Work:
 
 
 def floor(a: argparse.Namespace) -> Work:
-    """Every product of one step: forward, by the input, by the weight."""
+    """Every matrix product of one step: forward, gradient of the input, gradient of the weight."""
     import torch
 
     from stickymoe.models.head import CHUNK_ELEMENTS
@@ -153,7 +154,7 @@ def floor(a: argparse.Namespace) -> Work:
     return work
 
 
-def expert_layer(a: argparse.Namespace, way: str) -> Work:
+def expert_layer(a: argparse.Namespace, method: str) -> Work:
     import torch
 
     from stickymoe.models.moe import plain_experts, sorted_experts
@@ -173,7 +174,7 @@ def expert_layer(a: argparse.Namespace, way: str) -> Work:
     }
 
     def work() -> None:
-        torch.autograd.backward(layers[way](h, S, w, *weights).sum())
+        torch.autograd.backward(layers[method](h, S, w, *weights).sum())
 
     return work
 
@@ -217,7 +218,7 @@ def terms(a: argparse.Namespace) -> Work:
     base = RoutingTrace.from_logits(logits, K)
 
     def work() -> None:
-        trace = RoutingTrace(g=base.g.detach().requires_grad_(), S=base.S, mask=base.mask)
+        trace = replace(base, g=base.g.detach().requires_grad_())
         (0.1 * consistency_loss(trace) + anchor_loss(trace, window=4)).backward()
 
     return work
@@ -252,7 +253,7 @@ def evaluation(a: argparse.Namespace, *, bare: bool) -> Work:
     return perplexity
 
 
-CONTESTANTS: dict[str, Callable[[argparse.Namespace], Work]] = {
+CANDIDATES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "ours": ours,
     "plain": lambda a: ours(a, memory=False, head=False, experts=False),
     "hf-eager": lambda a: huggingface(a, grouped=False),
@@ -272,8 +273,8 @@ CONTESTANTS: dict[str, Callable[[argparse.Namespace], Work]] = {
     "eval": lambda a: evaluation(a, bare=False),
     "eval bare": lambda a: evaluation(a, bare=True),
 }
-RIVALS = ["ours", "plain", "hf-eager", "hf-grouped", "floor"]
-LEVERS = [
+MODELS = ["ours", "plain", "hf-eager", "hf-grouped", "floor"]
+OPTIMISATIONS = [
     "ours",
     "without kept memory",
     "without fused head",
@@ -281,7 +282,7 @@ LEVERS = [
     "without fused AdamW",
     "with passive",
 ]
-EXPERT_WAYS = ["experts sorted", "experts plain", "experts batched", "experts grouped"]
+EXPERT_METHODS = ["experts sorted", "experts plain", "experts batched", "experts grouped"]
 
 
 def run(names: list[str], *, threads: int = 2, rounds: int = 7, **sizes: int) -> dict[str, Any]:
@@ -306,26 +307,26 @@ def show(timings: list[Timing], length: int) -> None:
 
 
 def two_processes(rounds: int) -> dict[str, Any]:
-    """One process with two threads, then two with one thread each at the same time, in turns."""
+    """One process with two threads and two processes with one thread each, in turns."""
     arguments = ("--vocab", "4096", "--length", "256", "--experts", "4")
-    alone = Contestant(HERE, "ours", threads=2, arguments=arguments)
-    pair = [Contestant(HERE, "ours", threads=1, arguments=arguments) for _ in range(2)]
-    for contestant in (alone, *pair):
-        contestant.ready()
+    alone = Candidate(HERE, "ours", threads=2, arguments=arguments)
+    pair = [Candidate(HERE, "ours", threads=1, arguments=arguments) for _ in range(2)]
+    for candidate in (alone, *pair):
+        candidate.ready()
     one, two = [], []
     for _ in range(rounds):
         alone.go()
         one.append(alone.wait())
-        for contestant in pair:
-            contestant.go()
-        two.append(max(contestant.wait() for contestant in pair))
-    for contestant in (alone, *pair):
-        contestant.end()
+        for candidate in pair:
+            candidate.go()
+        two.append(max(candidate.wait() for candidate in pair))
+    for candidate in (alone, *pair):
+        candidate.end()
     timings = [Timing("one process, two threads", one, 0.0), Timing("two processes, one thread each", two, 0.0)]
     tokens = {timings[0].name: B * 256, timings[1].name: 2 * B * 256}
     result = {t.name: t.as_dict() | {"tokens_per_s": round(tokens[t.name] / t.median)} for t in timings}
     for name, timing in result.items():
-        print(f"{name:32} {timing['tokens_per_s']:10,} tok/s in all  ±{timing['spread']:5.1%}", flush=True)
+        print(f"{name:32} {timing['tokens_per_s']:10,} tok/s in total  ±{timing['spread']:5.1%}", flush=True)
     return result
 
 
@@ -356,7 +357,7 @@ PARTS = {
 
 
 def breakdown(vocab: int) -> dict[str, float]:
-    """Where our step's time goes: the share of each kind of operation in the profiler's own time."""
+    """The share of each kind of operation in the time of our step, from the profiler."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -378,9 +379,12 @@ def breakdown(vocab: int) -> dict[str, float]:
 
 def everything(out: Path) -> None:
     results = {
-        "rivals": [run(RIVALS, threads=threads, vocab=vocab) for vocab in (50_257, 4096) for threads in (2, 1)],
-        "levers": [run(LEVERS, vocab=50_257, rounds=9), run([*LEVERS, "with compile"], vocab=4096, rounds=15)],
-        "experts": [run(EXPERT_WAYS, experts=experts) for experts in (4, 16, 64)],
+        "rivals": [run(MODELS, threads=threads, vocab=vocab) for vocab in (50_257, 4096) for threads in (2, 1)],
+        "levers": [
+            run(OPTIMISATIONS, vocab=50_257, rounds=9),
+            run([*OPTIMISATIONS, "with compile"], vocab=4096, rounds=15),
+        ],
+        "experts": [run(EXPERT_METHODS, experts=experts) for experts in (4, 16, 64)],
         "terms": run(["ours", "terms"], vocab=50_257),
         "terms, small vocabulary": run(["ours", "terms"], vocab=4096),
         "evaluation": run(["eval", "eval bare"], vocab=4096, rounds=5),
@@ -397,20 +401,20 @@ def everything(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", choices=CONTESTANTS)
+    parser.add_argument("--serve", choices=CANDIDATES)
     parser.add_argument("--vocab", type=int, default=50_257)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--experts", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", help="names of contestants, separated by commas, for a quick look without a record")
+    parser.add_argument("--only", help="comma-separated candidates, for a quick look without a record")
     parser.add_argument("-o", "--out", type=Path, default=HERE.with_suffix(".json"))
     a = parser.parse_args()
     if a.serve:
         if a.serve == "with passive":
             os.environ["OMP_WAIT_POLICY"] = "passive"  # read when torch loads its threads
         importlib.import_module("transformers" if a.serve.startswith("hf") else "stickymoe.training.loop")
-        serve(lambda: CONTESTANTS[a.serve](a), warm_up=2)
+        serve(lambda: CANDIDATES[a.serve](a), warm_up=2)
     elif a.only:
         sizes = {"vocab": a.vocab, "length": a.length, "experts": a.experts}
         run(a.only.split(","), threads=a.threads, rounds=a.rounds, **sizes)

@@ -1,6 +1,6 @@
-"""Take over the records of runs that ended, failed ones too: python results/take.py RUNS paper|frontier.
+"""Copy the records of complete and failed runs: python results/take.py RUNS paper|frontier.
 
-Nothing complete is replaced by a failure.
+A failed run never replaces a complete one.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def main(runs: Path, page: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[2] not in ("paper", "frontier") or not Path(sys.argv[1]).is_dir():
-        sys.exit(f"Expected a folder of runs, then paper or frontier; given: {' '.join(sys.argv[1:]) or 'nothing'}.")
+        sys.exit(f"Got {' '.join(sys.argv[1:]) or 'no arguments'}; expected a folder of runs, then paper or frontier.")
     main(Path(sys.argv[1]), sys.argv[2])
