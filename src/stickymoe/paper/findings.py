@@ -349,8 +349,8 @@ def _overfitting(group: Group, others: Sequence[Group]) -> Decision:
     changes = [f"{row.label} {_percent(group, row)}" for row in soft]
     text = f"{group.runs[0].epochs:.1f} epochs: {'; '.join(ends)}. Relative to vanilla: {', '.join(changes)}"
     for other in others:
-        alike = other.config.model == group.config.model and other.corpus == group.corpus
-        if alike and other.config.data.fraction == 1 and other.baseline is not None:
+        same_task = other.config.model == group.config.model and other.corpus == group.corpus
+        if same_task and other.config.data.fraction == 1 and other.baseline is not None:
             same = [row for s in soft if (row := other.find(s.variant.key)) is not None]
             whole = ", ".join(f"{row.label} {_percent(other, row)}" for row in same)
             seen = f"{other.config.train.steps:,} steps, {other.runs[0].epochs:.1f} epochs"

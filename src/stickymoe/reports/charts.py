@@ -70,7 +70,7 @@ def horizontal_lines(
 
 
 def labels(points: Points, x: alt.X, y: alt.Y) -> Chart:
-    """The `label` of each point beside it."""
+    """The `label` of each point, next to the point."""
     text = alt.Chart(inline(points)).mark_text(align="left", dx=8, dy=-6, fontSize=10, color=INK)
     return text.encode(x=x, y=y, text="label:N")
 

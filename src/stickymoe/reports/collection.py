@@ -348,9 +348,9 @@ def _setting(run: Run, *, with_experts: bool = True) -> dict[str, Any]:
     return {**data, **model, **train}
 
 
-def _difference(group: Group, alike: list[Group]) -> str:
+def _difference(group: Group, same_title: list[Group]) -> str:
     """The settings of this group that differ between groups with the same title."""
-    settings = [_setting(_first_routed(other.runs)) for other in alike]
+    settings = [_setting(_first_routed(other.runs)) for other in same_title]
     differs = [key for key in settings[0] if len({repr(setting[key]) for setting in settings}) > 1]
     return ", ".join(f"{key} {_setting(_first_routed(group.runs))[key]}" for key in differs)
 

@@ -32,7 +32,7 @@ FRONT = "The dashed line is the Pareto front. Bars show one standard deviation o
 
 @dataclass(frozen=True)
 class Context:
-    """What a section may use beside its group.
+    """What a section may use in addition to its group.
 
     name: unique name of the group, for the names of parts
     device, memory: device profile, and bytes for weights (None: half of the experts and all other weights)
