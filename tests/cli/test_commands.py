@@ -65,13 +65,13 @@ def stopped_run(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def finished(finished_run: Path, tmp_path: Path) -> Path:
-    """A finished run of one's own."""
+    """A copy of a finished run."""
     return Path(shutil.copytree(finished_run, tmp_path / "finished"))
 
 
 @pytest.fixture
 def stopped(stopped_run: Path, tmp_path: Path) -> Path:
-    """An unfinished run of one's own."""
+    """A copy of an unfinished run."""
     return Path(shutil.copytree(stopped_run, tmp_path / "stopped"))
 
 
@@ -182,7 +182,8 @@ class TestNames:
         refused("train", "--config", tmp_path / "c.yaml", match=message)
 
 
-# What is given on the command line, and what must be said. `\b…\b` keeps a path from matching in a longer one.
+# What is given on the command line, and what the message must contain.
+# `\b…\b` keeps a path from matching in a longer one.
 BAD_FLAGS = [
     ("--train.stepz 3", r"'--train\.stepz'.*Did you mean '--train\.steps'"),
     ("--model.topk 1", r"'--model\.topk'.*Did you mean '--model\.top_k'"),
@@ -235,9 +236,9 @@ BAD_FLAGS = [
 class TestSettings:
     @pytest.mark.parametrize(("flags", "message"), BAD_FLAGS, ids=[flags for flags, _ in BAD_FLAGS])
     def test_bad_in_flags(self, small: list[str], refused: Refused, tmp_path: Path, flags: str, message: str) -> None:
-        said = refused(*small, "--out", tmp_path / "run", *flags.split(), match=message)
-        assert "Parser key" not in said, "the parser's words, not ours"
-        assert "typing." not in said
+        shown = refused(*small, "--out", tmp_path / "run", *flags.split(), match=message)
+        assert "Parser key" not in shown, "the parser's own message"
+        assert "typing." not in shown
         assert not (tmp_path / "run").exists()
 
     @pytest.mark.parametrize(
@@ -284,9 +285,9 @@ class TestSettings:
     )
     def test_bad_in_a_file(self, refused: Refused, tmp_path: Path, text: str, message: str) -> None:
         (tmp_path / "c.yaml").write_text(text)
-        said = refused("train", "--config", tmp_path / "c.yaml", "--out", tmp_path / "run", match=message)
-        assert "Parser key" not in said, "the parser's words, not ours"
-        assert "typing." not in said
+        shown = refused("train", "--config", tmp_path / "c.yaml", "--out", tmp_path / "run", match=message)
+        assert "Parser key" not in shown, "the parser's own message"
+        assert "typing." not in shown
         assert not (tmp_path / "run").exists()
 
     def test_a_file_that_is_not_text(self, refused: Refused, tmp_path: Path) -> None:
@@ -559,9 +560,7 @@ class TestResume:
 
     @pytest.mark.parametrize("file", ["model.safetensors", "optimiser.safetensors", "state.json"])
     @pytest.mark.parametrize("harm", ["truncated", "altered", "gone"])
-    def test_from_a_damaged_checkpoint(
-        self, refused: Refused, stopped: Path, finished_run: Path, file: str, harm: str
-    ) -> None:
+    def test_from_a_damaged_checkpoint(self, refused: Refused, stopped: Path, file: str, harm: str) -> None:
         damaged = stopped / "checkpoints" / "step-000006" / file
         content = damaged.read_bytes()
         if harm == "truncated":
@@ -572,12 +571,15 @@ class TestResume:
         else:
             damaged.unlink()
         before = contents(stopped)
-        said = refused(
+        message = refused(
             *("train", "--resume", "--quiet", "--out", stopped),
             match=r"step-000006 is damaged .*step-000003: add --checkpoint step-000003",
         )
-        assert file in said
+        assert file in message
         assert contents(stopped) == before
+
+    def test_from_the_checkpoint_before_a_damaged_one(self, stopped: Path, finished_run: Path) -> None:
+        (stopped / "checkpoints" / "step-000006" / "state.json").unlink()
         assert main(["train", "--resume", "--quiet", "--out", str(stopped), "--checkpoint", "step-000003"]) == 0
         for name in ("metrics.jsonl", "record.json"):
             assert (stopped / name).read_bytes() == (finished_run / name).read_bytes()
@@ -588,11 +590,13 @@ class TestResume:
             ("{", r"config\.yaml is not YAML"),
             ("- a", r"config\.yaml"),
             ("seed: x", r"seed.*config\.yaml"),
-            ("preset: tiny\ndata: {vocab_size: 300}", r"different run|config\.yaml"),
+            ("preset: tiny\ndata: {vocab_size: 300, path: CORPUS}", r"different run"),
         ],
     )
-    def test_with_a_damaged_config(self, refused: Refused, stopped: Path, text: str, message: str) -> None:
-        (stopped / "config.yaml").write_text(text)
+    def test_with_a_damaged_config(
+        self, refused: Refused, stopped: Path, corpus: Path, text: str, message: str
+    ) -> None:
+        (stopped / "config.yaml").write_text(text.replace("CORPUS", str(corpus)))
         before = contents(stopped)
         refused("train", "--resume", "--out", stopped, match=message)
         assert contents(stopped) == before

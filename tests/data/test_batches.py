@@ -16,7 +16,7 @@ from stickymoe.errors import ConfigError, DataError
 
 
 def split_of(n: int, doc_lengths: list[int] | None = None) -> TokenSplit:
-    """Tokens 1 … n, so that a token tells its place."""
+    """Tokens 1 … n, so that a token shows its position."""
     borders = np.cumsum(doc_lengths or [n])
     doc = np.searchsorted(borders, np.arange(n), side="right").astype(np.int32)
     topics = (None,) * (int(doc.max(initial=0)) + 1)

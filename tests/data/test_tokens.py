@@ -88,9 +88,9 @@ def test_boundaries_are_rows_and_sentences(folder: Any) -> None:
     text = 'It is 3.5 m. "Is it?" it asked (so!) and left.\nA new row'
     path = folder({"train.txt": text, "valid.txt": text})
     data = load_tokens(DataConfig(path=str(path), vocab_size=257))
-    split, words = data.valid, data.tokenizer
-    begins = [*np.flatnonzero(split.boundary), len(split.tokens)]
-    parts = [words.decode(split.tokens[a:b].tolist()) for a, b in pairwise(begins)]
+    split, tokenizer = data.valid, data.tokenizer
+    starts = [*np.flatnonzero(split.boundary), len(split.tokens)]
+    parts = [tokenizer.decode(split.tokens[a:b].tolist()) for a, b in pairwise(starts)]
     assert parts == ["It is 3.5 m.", ' "Is it?" it asked (so!)', " and left.", "A new row"], (
         "a lone space may begin one"
     )
@@ -105,8 +105,8 @@ def test_sentences_in_text_with_spaced_marks(folder: Any) -> None:
     words = sorted(set(text.split()))
     path = folder({"train.txt": "\n".join([text, *(f" {w} {w}" for w in words)] * 20), "valid.txt": text})
     data = load_tokens(DataConfig(path=str(path), vocab_size=400))
-    begins = [*np.flatnonzero(data.valid.boundary), len(data.valid.tokens)]
-    assert [data.tokenizer.decode(data.valid.tokens[a:b].tolist()).strip() for a, b in pairwise(begins)] == [
+    starts = [*np.flatnonzero(data.valid.boundary), len(data.valid.tokens)]
+    assert [data.tokenizer.decode(data.valid.tokens[a:b].tolist()).strip() for a, b in pairwise(starts)] == [
         "The St . Ives met J . Doe .",
         '" He left . "',
         "She saw ( in 1900 . )",

@@ -1,4 +1,4 @@
-"""What a model is asked and told: a part beside the experts, progress, gates, bytes, and rows of its cache."""
+"""Around the forward pass: a part beside the experts, progress, gates, bytes, and rows of the decode cache."""
 
 from dataclasses import replace
 

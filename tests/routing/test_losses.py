@@ -271,13 +271,13 @@ def test_packing_documents_into_one_row_changes_nothing(loss, case, cut, W):
     cut = min(cut, T)
     packed = Gates(logits, case.top_k, mask, torch.tensor([[0] * cut + [1] * (T - cut)]))
 
-    apart_logits = torch.zeros(logits.shape[0], 2, T, logits.shape[3])
-    apart_mask = torch.zeros(2, T, dtype=torch.bool)
-    apart_logits[:, 0, :cut], apart_mask[0, :cut] = logits[:, 0, :cut], mask[0, :cut]
-    apart_logits[:, 1, : T - cut], apart_mask[1, : T - cut] = logits[:, 0, cut:], mask[0, cut:]
-    apart = Gates(apart_logits, case.top_k, apart_mask, None)
+    alone_logits = torch.zeros(logits.shape[0], 2, T, logits.shape[3])
+    alone_mask = torch.zeros(2, T, dtype=torch.bool)
+    alone_logits[:, 0, :cut], alone_mask[0, :cut] = logits[:, 0, :cut], mask[0, :cut]
+    alone_logits[:, 1, : T - cut], alone_mask[1, : T - cut] = logits[:, 0, cut:], mask[0, cut:]
+    alone = Gates(alone_logits, case.top_k, alone_mask, None)
 
-    torch.testing.assert_close(loss(packed.trace(), W), loss(apart.trace(), W), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(loss(packed.trace(), W), loss(alone.trace(), W), rtol=1e-5, atol=1e-7)
 
 
 def test_a_border_matters():

@@ -1,4 +1,4 @@
-"""The files of a run: one writer at a time, whole files, and lines that were cut off forgotten."""
+"""The files of a run: one writer at a time, complete files, and truncated lines dropped."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class TestRewind:
 
     @pytest.mark.parametrize("cut", ["{", '{"step": 4', '{"step": 4, "train": {"loss": 0.1}}'])
     def test_forgets_a_line_cut_off(self, folder: RunFolder, cut: str) -> None:
-        """Even a whole one without its end: its step is done again."""
+        """Even a complete one without its line end: its step is repeated."""
         for step in (1, 2, 3):
             folder.append(folder.metrics, {"step": step})
         with folder.metrics.open("a") as f:

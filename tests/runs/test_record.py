@@ -1,4 +1,4 @@
-"""A run's record: the same back from disk, and damage said."""
+"""A run's record: read from disk as it was written, and damage is reported."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from stickymoe.runs.config import RunConfig
 from stickymoe.runs.settings import read_config
 from stickymoe.training.loop import train
 
-# An evaluation lies between checkpoints, so that resuming must take the best perplexity along.
+# An evaluation falls between checkpoints, so that resuming must restore the best perplexity.
 SMALL = (
     *("--data.vocab_size", "300"),
     *("--model.d_model", "16", "--model.d_ff", "16", "--model.seq_len", "16"),

@@ -174,7 +174,7 @@ def test_nothing_to_predict_is_refused(small: Callable[..., RunConfig], n: int) 
 
 
 def test_topics_words_runs_and_the_pooled_cache_are_measured(small: Callable[..., RunConfig]) -> None:
-    """Two topics that the tokens give away, and a router that hashes tokens: experts must tell the topic."""
+    """Two topics with tokens of their own, and a router that hashes tokens: experts show the topic."""
     config = small(variant="hash")
     config = replace(config, model=replace(config.model, n_experts=4, share_block=2))
     rng = np.random.default_rng(1)

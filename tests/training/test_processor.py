@@ -10,7 +10,7 @@ ILLEGAL = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
 
 
 @pytest.mark.parametrize(
-    ("product", "told", "then"),
+    ("product", "setting", "then"),
     [
         (ILLEGAL, None, "AVX512_CORE_FP16"),
         (ILLEGAL, "AVX2", "AVX2"),
@@ -19,10 +19,10 @@ ILLEGAL = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
     ],
     ids=["lacking", "the user's own word", "there", "failing otherwise"],
 )
-def test_amx_is_done_without_where_a_product_ends_the_process(monkeypatch, product, told, then):
+def test_amx_is_switched_off_where_a_product_ends_the_process(monkeypatch, product, setting, then):
     monkeypatch.setattr(processor, "_PRODUCT", product)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    if told is not None:
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", told)
+    if setting is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", setting)
     processor.disable_missing_amx()
     assert os.environ.get("ONEDNN_MAX_CPU_ISA") == then

@@ -212,9 +212,9 @@ class TestKilled:
 
         ended = Child(work, tmp_path / "outputs").wait()
         assert ended.code == -signal.SIGKILL, ended.stderr
-        # What a user would type: the first command again if nothing was begun, or else only the folder.
-        begun = (out / "record.json").exists()
-        again = ["--resume"] if begun else ["--preset", "tiny", *flags]
+        # What a user would type: the first command again if no run was started, else only the folder.
+        started = (out / "record.json").exists()
+        again = ["--resume"] if started else ["--preset", "tiny", *flags]
         resumed = Child(lambda: main(["train", *again, "--quiet", "--out", str(out)]), tmp_path / "outputs").wait()
         assert resumed.code == 0, resumed.stderr
         same_results(out, finished(small()))
