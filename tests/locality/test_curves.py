@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stickymoe.errors import StickyError
 from stickymoe.locality import kernels
-from stickymoe.locality.cache import POLICIES
+from stickymoe.locality.policies import policy_names
 from stickymoe.locality.replay import MissCurve, allocate, miss_curve, simulate
 from stickymoe.locality.streams import Access
 from stickymoe.locality.table import RouteTable
@@ -27,7 +27,7 @@ def plain_accesses(draw, table):
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 @costly
 @given(data=st.data())
 def test_the_curve_is_the_replay_at_every_capacity(policy, data):
@@ -42,7 +42,7 @@ def test_the_curve_is_the_replay_at_every_capacity(policy, data):
 
 
 @costly
-@given(tables(), st.sampled_from(POLICIES))
+@given(tables(), st.sampled_from(policy_names()))
 def test_chosen_capacities_are_points_of_the_whole_curve(table, policy):
     whole = miss_curve(table, policy=policy)
     some = miss_curve(table, policy=policy, capacities=[table.n_experts + 3, 1])

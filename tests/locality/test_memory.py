@@ -46,10 +46,11 @@ print(result.misses, after - before)
 def test_memory_does_not_grow_with_the_trace(tmp_path):
     """180 MB, mostly holes in files: mapped whole it would all count."""
     for name, length in (("small", 6_000_000), ("large", 60_000_000)):
-        with create_table(tmp_path / name, (2, 1, length, 1), n_experts=4) as (S, mask):
-            S[:, :, -1] = 1
+        arrays = {"S": ((2, 1, length, 1), np.uint8), "mask": ((1, length), np.bool_)}
+        with create_table(tmp_path / name, arrays, n_experts=4) as written:
+            written["S"][:, :, -1] = 1
             for start in range(0, length, 1 << 20):
-                mask[:, start : start + (1 << 20)] = True
+                written["mask"][:, start : start + (1 << 20)] = True
         assert (np.load(tmp_path / name / "S.npy", mmap_mode="r")[:, 0, -1, 0] == 1).all()
     argv = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 import reference
 from stickymoe.errors import StickyError
-from stickymoe.locality.cache import INFORMED, ONLINE, POLICIES, Cache
+from stickymoe.locality.cache import Cache
+from stickymoe.locality.policies import find_policy, policy_names
 from stickymoe.locality.replay import replay
 from strategies import costly, requests, thorough
 
 capacities = st.integers(1, 7)
-policies = pytest.mark.parametrize("policy", POLICIES)
+policies = pytest.mark.parametrize("policy", policy_names())
 
 
 def streams(case):
@@ -23,18 +24,17 @@ def run(case, C, policy):
     return replay(case.S, capacity=C, policy=policy, n_experts=case.n_experts, mask=case.mask, doc=case.doc)
 
 
-def make(policy, stream, everything):
-    """A policy object for one cold stream; static counts over the whole trace."""
-    if policy == "static":
-        return INFORMED[policy](everything)
-    return INFORMED[policy](stream) if policy in INFORMED else ONLINE[policy]()
+def make(policy, C, stream, everything):
+    """A cache for one cold stream; static counts over the whole trace."""
+    known = {"rank": everything, "next_use": stream, None: None}[find_policy(policy).knows]
+    return Cache(policy=policy, capacity=C, requests=known)
 
 
 def object_misses(case, C, policy):
     everything = [r for stream in streams(case) for r in stream]
     count = 0
     for stream in streams(case):
-        cache = Cache(policy=make(policy, stream, everything), capacity=C)
+        cache = make(policy, C, stream, everything)
         for request in stream:
             outcome = cache.request(request)
             count += len(outcome.loads)
@@ -57,7 +57,7 @@ def test_the_compiled_loop_counts_what_the_object_does(policy, case, C):
 @given(requests(max_T=25), capacities)
 def test_the_object_does_what_its_definition_says(policy, case, C):
     for stream in streams(case):
-        cache = Cache(policy=make(policy, stream, stream), capacity=C)
+        cache = make(policy, C, stream, stream)
         loads = sum(len(cache.request(r).loads) for r in stream)
         assert loads == reference.misses(stream, C, policy)
 
@@ -69,7 +69,7 @@ def test_belady_misses_as_little_as_any_choice_of_victims(case, C):
     assert run(case, C, "belady").misses == expected
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "belady"])
+@pytest.mark.parametrize("policy", [p for p in policy_names() if p != "belady"])
 @costly
 @given(requests(max_T=30), capacities)
 def test_no_policy_beats_belady(policy, case, C):
@@ -122,7 +122,7 @@ def test_static_keeps_the_most_frequent_and_counts_its_load():
     assert replay(S, capacity=2, n_experts=3, policy="belady").misses == 6
 
 
-@pytest.mark.parametrize("policy", INFORMED)
+@pytest.mark.parametrize("policy", policy_names(online=False))
 def test_a_policy_that_knows_the_trace_must_be_given_it(policy):
-    with pytest.raises(StickyError, match=rf"^policy: '{policy}' must know the requests, pass \w+\(requests\)\.$"):
+    with pytest.raises(StickyError, match=rf"^policy: '{policy}' must know the trace: pass requests=…, or choose another policy\.$"):
         Cache(policy=policy, capacity=2)

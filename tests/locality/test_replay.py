@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import reference
 from stickymoe.errors import StickyError
-from stickymoe.locality.cache import Cache
+from stickymoe.locality.cache import Cache, Load
 from stickymoe.locality.replay import replay
 from strategies import Requests, requests, sticky_choices, thorough
 
@@ -64,7 +64,7 @@ def test_cache_serves_every_request_as_the_reference_does(case, C):
             outcome = cache.request(request)
             hit, loaded, evicted = reference.lru_request(resident, request, C)
             assert sorted(outcome.hits) == sorted(hit)
-            assert sorted(outcome.loads) == sorted(loaded)
+            assert sorted(load.expert for load in outcome.loads) == sorted(loaded)
             assert sorted(outcome.evictions) == sorted(evicted)
             assert cache.resident == frozenset(resident)
 
@@ -78,7 +78,7 @@ def test_an_expert_of_the_request_is_no_victim():
     cache.request([1, 0])
     cache.request([2, 1])
     outcome = cache.request([3, 0])
-    assert (outcome.hits, outcome.loads, outcome.evictions) == ((0,), (3,), (1,))
+    assert (outcome.hits, outcome.loads) == ((0,), (Load(expert=3, slot=0, evicted=1),))
     assert cache.resident == {0, 2, 3}
 
 
@@ -102,7 +102,7 @@ def test_a_request_larger_than_the_cache_is_served_one_after_another():
     cache.request([0, 1])
     assert cache.resident == {1}
     outcome = cache.request([1, 0])
-    assert (outcome.hits, outcome.loads, outcome.evictions) == ((1,), (0,), (1,))
+    assert (outcome.hits, outcome.loads) == ((1,), (Load(expert=0, slot=0, evicted=1),))
     assert hits([[[0, 1], [1, 0]]], capacity=1, n_experts=2) == 1
     assert hits([[[0, 1], [0, 1]]], capacity=1, n_experts=2) == 0
 

@@ -67,12 +67,10 @@ def _access(
 
 
 def simulate_command(argv: list[str]) -> None:
-    from stickymoe.locality.policies import policy_names
-
     parser = make_parser("simulate", "Replay a routing trace against expert caches.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="run folder, its routes, or a trace")
-    parser.add_argument("--policy", metavar="LIST", help=f"{', '.join(policy_names())} (default all)")
+    parser.add_argument("--policy", metavar="LIST", help="policies, such as lru,lfu,belady (default all)")
     parser.add_argument("--capacity", type=capacities, metavar="LIST", help="slots of each cache, such as 2,3; or all")
     _add_access(parser, order="layer")
     parser.add_argument("--top1", action="store_true", help="ask for the heaviest expert only, as the paper does")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -27,8 +26,7 @@ def require_slots(capacity: SupportsIndex) -> int:
     return slots
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """An expert that must be loaded into a slot; `evicted` was there before, None if the slot was free."""
 
     expert: int
@@ -36,8 +34,7 @@ class Load:
     evicted: int | None
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What one request did to the cache.
 
     hits: experts that were resident
@@ -69,6 +66,7 @@ class Cache:
     ) -> None:
         self.policy = p.find_policy(policy)
         self.capacity = require_slots(capacity)
+        self._request = self.policy.loops.request
         self._state = p.new_state(self.capacity, self.capacity)
         self._in_flight: set[int] = set()
         self._ahead: dict[int, deque[int]] = {}
@@ -104,8 +102,12 @@ class Cache:
     def prefetch(self, experts: Sequence[int]) -> Outcome:
         """Reserve slots for what is expected next; of more than fit, the first. The loads are in flight until `commit`.
 
-        Experts in flight count as resident.
+        Experts in flight count as resident. One that is evicted before `commit` is no longer in flight.
         """
+        if self.policy.knows == "next_use":
+            raise ConfigError(
+                f"{self.policy.name} bounds policies that load on demand: choose another policy, or no prefetch."
+            )
         outcome = self._serve(PREFETCH, experts)
         self._in_flight.update(load.expert for load in outcome.loads)
         return outcome
@@ -131,26 +133,27 @@ class Cache:
             raise ConfigError(f"Expert {expert} is not in flight; in flight are {sorted(self._in_flight)}.")
 
     def _serve(self, kind: int, experts: Sequence[int]) -> Outcome:
-        if len(set(experts)) < len(experts) or min(experts, default=0) < 0:
-            raise ConfigError(f"A request names each expert once, by its index: got {list(experts)}.")
-        if max(experts, default=0) >= self._state.shape[1] - 1:
-            self._grow(max(experts) + 1)
-        s = self._state
-        late = tuple(e for e in experts if e in self._in_flight)
-        if self.policy.knows == "next_use":
-            for e in experts:
-                s[p.HINT, e] = self._next_use(e)
         entries = np.array(experts, np.int64)
-        self.policy.loops.request(s, kind, entries, 0, len(entries))
-        n = int(s[p.VAR, p.LOADS])
-        loads = tuple(
-            Load(expert, slot, None if evicted < 0 else evicted)
-            for expert, slot, evicted in s[[p.LOADED, p.INTO, p.EVICTED], :n].T.tolist()
-        )
-        self._in_flight.difference_update(load.evicted for load in loads)
-        missed = {load.expert for load in loads}
-        served = entries.tolist()[: self.capacity] if kind == PREFETCH else entries.tolist()
-        return Outcome(tuple(e for e in served if e not in missed), loads, late)
+        asked: list[int] = entries.tolist()
+        distinct = set(asked)
+        if len(distinct) < len(asked) or (asked and min(distinct) < 0):
+            raise ConfigError(f"A request names each expert once, by its index: got {asked}.")
+        if asked and max(distinct) >= self._state.shape[1] - 1:
+            self._grow(max(distinct) + 1)
+        s = self._state
+        if self.policy.knows == "next_use":
+            for e in asked:
+                s[p.HINT, e] = self._next_use(e)
+        self._request(s, kind, entries, 0, len(asked))
+        expert, slot, evicted = s[p.LOADED : p.EVICTED + 1, : s.item(p.VAR, p.LOADS)].tolist()
+        loads = tuple([Load(e, i, None if out < 0 else out) for e, i, out in zip(expert, slot, evicted, strict=True)])
+        served = asked[: self.capacity] if kind == PREFETCH else asked
+        hits = tuple([e for e in served if e not in expert])
+        if not self._in_flight:
+            return Outcome(hits, loads)
+        late = tuple(e for e in hits if e in self._in_flight)
+        self._in_flight.difference_update(evicted)
+        return Outcome(hits, loads, late)
 
     def _look_ahead(self, requests: list[list[int]]) -> None:
         """Give the policy what it knows of the requests to come."""

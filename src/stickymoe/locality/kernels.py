@@ -23,11 +23,12 @@ def write_requests(
     n_experts: int,
     tokens: Any,
     first: Any,
-    previous: Any,
-    cold_pass: Any,
+    opens: Any,
+    decodes: Any,
     begin: int,
     end: int,
     layer_by_layer: bool,
+    warm: bool,
     prefetches: bool,
     entries: Any,
     bounds: Any,
@@ -46,20 +47,21 @@ def write_requests(
         next_text = end
         if layer_by_layer:
             next_text = text + 1
-            while next_text < end and not cold_pass[next_text]:
+            while next_text < end and not opens[next_text]:
                 next_text += 1
         outer, inner = (n_layers, next_text - text) if layer_by_layer else (next_text - text, n_layers)
         for a in range(outer):
             for b in range(inner):
                 layer, p = (a, text + b) if layer_by_layer else (b, text + a)
-                before = n
-                if prefetches and previous[p] >= 0:
-                    token = tokens[first[p]]
-                    expected = predicted[layer, token] if len(predicted) else S[layer, previous[p]]
+                cold[n] = opens[p] and layer == 0 and not warm
+                asked = tokens[first[p] : first[p + 1]]
+                follows = not opens[p] and tokens[first[p] - 1] == asked[0] - 1
+                if prefetches and decodes[p] and (len(predicted) or follows):
+                    expected = predicted[layer, asked[0]] if len(predicted) else S[layer, asked[0] - 1]
                     bounds[n + 1] = _write_set(expected, offset[layer], entries, bounds[n])
                     kind[n] = PREFETCH
                     n += 1
-                asked = tokens[first[p] : first[p + 1]]
+                    cold[n] = False
                 if len(asked) == 1:
                     bounds[n + 1] = _write_set(S[layer, asked[0]], offset[layer], entries, bounds[n])
                     kind[n] = ASK
@@ -69,7 +71,6 @@ def write_requests(
                 n += 1
                 if bounds[n] < 0 or bounds[n - 1] < 0:
                     return -1
-                cold[before] = cold_pass[p] and layer == 0
         text = next_text
     return n
 

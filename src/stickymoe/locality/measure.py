@@ -59,7 +59,7 @@ def measure(
         "cache_hit_rate": m.cache_hit_rate_by_layer(table),
         **{f"cache_hit_rate_all_c{C}": m.cache_hit_rate_all_by_layer(table, C) for C in capacities},
         "utilisation_entropy": m.utilisation_entropy_by_layer(table),
-        "effective_experts": np.exp2(m.utilisation_entropy_by_layer(table)),
+        "effective_experts": m.effective_experts_by_layer(table),
         **_figures(table),
     }
     if topics is not None:

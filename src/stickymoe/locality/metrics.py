@@ -73,19 +73,14 @@ def utilisation_entropy_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
         return np.asarray(-np.where(p == 0, 0.0, p * np.log2(p)).sum(-1) + 0.0)  # no −0
 
 
+def effective_experts_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
+    """2^UE: how many equally used experts would have this entropy."""
+    return np.asarray(np.exp2(utilisation_entropy_by_layer(table)))
+
+
 def switch_rate(table: RouteTable) -> float:
     """eq:sr_metric, mean over layers."""
     return float(switch_rate_by_layer(table).mean())
-
-
-def set_switch_rate(table: RouteTable) -> float:
-    """eq:switch_rate, mean over layers."""
-    return float(set_switch_rate_by_layer(table).mean())
-
-
-def cache_hit_rate(table: RouteTable, capacity: int = 2) -> float:
-    """The paper's CHR (top-1 accesses), mean over layers."""
-    return float(cache_hit_rate_by_layer(table, capacity).mean())
 
 
 def cache_hit_rate_all(table: RouteTable, capacity: int) -> float:
@@ -96,11 +91,6 @@ def cache_hit_rate_all(table: RouteTable, capacity: int) -> float:
 def utilisation_entropy(table: RouteTable) -> float:
     """The paper's UE in bits, mean over layers."""
     return float(utilisation_entropy_by_layer(table).mean())
-
-
-def effective_experts(table: RouteTable) -> float:
-    """2^UE of each layer, mean over layers: how many equally used experts would have this entropy."""
-    return float(np.exp2(utilisation_entropy_by_layer(table)).mean())
 
 
 def neglected_experts(table: RouteTable) -> int:

@@ -41,10 +41,10 @@ class Sizes:
             raise ConfigError("The trace does not say how large an expert is: pass expert_bytes, such as 14MB.")
         return cls(experts, float(table.other_bytes or 0) if other is None else other)
 
-    def of_caches(self, n_caches: int) -> list[float]:
+    def of_slots(self, layers_per_cache: int) -> list[float]:
         """Bytes of a slot of each cache: it must hold the largest expert of the layers that the cache serves."""
-        per_cache = math.ceil(len(self.experts) / n_caches)
-        return [max(self.experts[i : i + per_cache]) for i in range(0, len(self.experts), per_cache)]
+        first_layers = range(0, len(self.experts), layers_per_cache)
+        return [max(self.experts[first : first + layers_per_cache]) for first in first_layers]
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,10 @@ def plan(
     access = access or Access(order="decode")
     sizes = Sizes.of(table, expert_bytes, other_bytes)
     budget = Budget(device.fast_memory if memory is None else memory, tokens_per_s)
-    curves = (miss_curve(table, policy=policy, access=access) for policy in policies)
-    points = {curve.policy: cache_points(table, curve, device, sizes, allocated=allocated) for curve in curves}
+    points = {}
+    for policy in policies:
+        curve = miss_curve(table, policy=policy, access=access)
+        points[policy] = cache_points(table, curve, device, sizes, access=access, allocated=allocated)
     if useful:
         least = smallest_useful(table, access)
         points = {policy: line[least - 1 :] for policy, line in points.items()}
@@ -133,13 +135,13 @@ def token_ms(table: RouteTable, device: Device, sizes: Sizes) -> float:
 
 
 def cache_points(
-    table: RouteTable, curve: MissCurve, device: Device, sizes: Sizes, *, allocated: bool = False
+    table: RouteTable, curve: MissCurve, device: Device, sizes: Sizes, *, access: Access, allocated: bool = False
 ) -> list[Point]:
-    """A point for every capacity of a miss curve, smallest first."""
+    """A point for every capacity of a miss curve of `access`, smallest first."""
     if curve.tokens == 0:
         raise ConfigError("The trace has no tokens, so there is nothing to plan for.")
     n_caches, compute_ms = len(curve.misses), token_ms(table, device, sizes)
-    slot_bytes = sizes.of_caches(n_caches)
+    slot_bytes = sizes.of_slots(access.layers_per_cache(table))
     points = []
     for i, capacity in enumerate(curve.capacities.tolist()):
         if allocated:

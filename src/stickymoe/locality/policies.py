@@ -25,10 +25,11 @@ A policy is a class with up to three functions, which numba compiles:
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -41,14 +42,13 @@ if TYPE_CHECKING:
     from stickymoe.locality.serving import Loops
 
 NEVER = np.iinfo(np.int64).max  # a next use that never comes, and the score of a slot that must stay
-SIZE, HITS, PREFETCHED, USEFUL, HAND, AGE, CLOCK = range(7)  # what `State.var` holds
 Knowledge = Literal["rank", "next_use"]
 
 
 # The state of a cache is one array of whole numbers [rows, entries + 1]: compiled code passes one array for free, and
 # a dozen at the cost of a replayed request. These are its rows.
 SLOT = 0  # the slot of each entry, −1 if it is not resident
-PINNED = 1  # whether the request being served needs a resident entry
+PINNED = 1  # whether the request being served needs a resident entry: 0, 1 (it was resident) or 2 (it was loaded)
 UNUSED = 2  # whether an entry was prefetched and not yet requested
 NEWER, OLDER = 3, 4  # neighbours in a circular list from the newest to the oldest entry, closed by the last column
 MARK = 5  # one bit per entry
@@ -65,7 +65,7 @@ State = Int64[np.ndarray, "15 columns"]
 
 def new_state(n_entries: int, capacity: int) -> State:
     """An empty cache of `capacity` slots."""
-    state = np.zeros((15, max(n_entries, capacity, CLOCK) + 1), np.int64)
+    state = np.zeros((15, max(n_entries, capacity, CLOCK + 1) + 1), np.int64)
     state[VAR, CAPACITY] = capacity
     clear(state)
     return state
@@ -127,15 +127,11 @@ def lowest(s: Any, by_stamp: bool) -> int:
 
 @dataclass(frozen=True)
 class Policy:
-    """A registered policy, its functions compiled.
-
-    `stack` says that a larger cache always holds what a smaller one holds, so that one pass gives a whole curve.
-    """
+    """A registered policy, its functions compiled. `source` identifies the code; empty if it is in no file."""
 
     name: str
     description: str
     knows: Knowledge | None
-    stack: bool
     used: Callable[..., None]
     victim: Callable[..., int]
     forget: Callable[..., None]
@@ -157,7 +153,7 @@ class Policy:
 _POLICIES: dict[str, Policy] = {}
 
 
-def register_policy(name: str, *, knows: Knowledge | None = None, stack: bool = False) -> Callable[[type], type]:
+def register_policy(name: str, *, knows: Knowledge | None = None) -> Callable[[type], type]:
     """Make a policy known under `name`. A name can be registered once."""
 
     def register(cls: type) -> type:
@@ -170,11 +166,10 @@ def register_policy(name: str, *, knows: Knowledge | None = None, stack: bool = 
             name=name,
             description=" ".join((cls.__doc__ or "").split()),
             knows=knows,
-            stack=stack,
             used=njit(vars(cls)["used"]),
             victim=njit(vars(cls)["victim"]),
             forget=njit(vars(cls).get("forget", _forget_nothing)),
-            source=_digest(cls),
+            source=_digest(vars(cls)["used"]),
         )
         return cls
 
@@ -185,12 +180,12 @@ def _forget_nothing(s: Any, e: int) -> None:
     pass
 
 
-def _digest(cls: type) -> str:
-    """A name for this version of a policy's code: compiled loops on disk must not outlive it."""
-    try:
-        return hashlib.sha1(inspect.getsource(cls).encode()).hexdigest()[:10]
-    except (OSError, TypeError):  # defined in an interactive session
+def _digest(function: FunctionType) -> str:
+    """Identifies the code of a policy and of the functions above: compiled loops on disk must not outlive either."""
+    file = Path(function.__code__.co_filename)
+    if not file.is_file():  # defined in an interactive session
         return ""
+    return hashlib.sha1(file.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:10]
 
 
 def find_policy(name: str) -> Policy:
@@ -207,7 +202,7 @@ def policy_names(*, online: bool | None = None) -> tuple[str, ...]:
 # The policies
 
 
-@register_policy("lru", stack=True)
+@register_policy("lru")
 class LRU:
     """Evicts the entry that was used longest ago."""
 
@@ -288,7 +283,7 @@ class Sieve:
         unlink(s, e)
 
 
-@register_policy("static", knows="rank", stack=True)
+@register_policy("static", knows="rank")
 class Static:
     """Evicts the entry with the fewest uses in the whole trace; among equals the one with the highest index."""
 
@@ -299,7 +294,7 @@ class Static:
         return lowest(s, False)
 
 
-@register_policy("belady", knows="next_use", stack=True)
+@register_policy("belady", knows="next_use")
 class Belady:
     """Evicts the entry whose next use is farthest in the future: no policy that loads on demand misses less."""
 

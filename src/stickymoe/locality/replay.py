@@ -14,9 +14,12 @@ from stickymoe.locality import kernels
 from stickymoe.locality import policies as p
 from stickymoe.locality.cache import require_slots
 from stickymoe.locality.policies import Policy, find_policy
-from stickymoe.locality.serving import ASK
+from stickymoe.locality.serving import ASK, PREFETCH
 from stickymoe.locality.streams import Access, Rows, Stream, join, streams
 from stickymoe.locality.table import RouteTable, extremes
+
+# From k slots on, a larger cache of these policies holds all that a smaller one holds: one pass gives a whole curve.
+STACK_POLICIES = ("lru", "static", "belady")
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,8 @@ def _rank(stream: Stream) -> Int64[np.ndarray, " entries"]:
             uses += np.bincount(steps[kind == ASK, : stream.k].reshape(-1), minlength=stream.n_entries)
     else:
         for block in stream.requests():
-            uses += np.bincount(block.entries, minlength=stream.n_entries)
+            asked = np.repeat(block.kind != PREFETCH, np.diff(block.bounds))
+            uses += np.bincount(block.entries[asked], minlength=stream.n_entries)
     rank = np.empty(stream.n_entries, np.int64)
     rank[np.lexsort((-np.arange(stream.n_entries), uses))] = np.arange(stream.n_entries)
     return rank
@@ -253,11 +257,10 @@ def miss_curve(
 ) -> MissCurve:
     """Misses for every capacity up to the number of entries, or for the given ones.
 
-    LRU, static and Belady are stack policies: from k slots on, a larger cache holds all that a smaller one holds, so
-    one pass counts every capacity. Below k, where a request is served one expert after another, a second pass does.
-    Other policies, prefetch, prompts and batches are replayed at each capacity.
+    For a stack policy, one pass counts every capacity from k on. Below k, where a request is served one expert after
+    another, a second pass does. Other policies, prefetch, prompts and batches are replayed at each capacity.
     """
-    stack = find_policy(policy).stack
+    stack = find_policy(policy).name in STACK_POLICIES
     found = streams(table, access or Access())
     entries = max((s.n_entries for s in found), default=0)
     wanted = range(1, entries + 1) if capacities is None else sorted({require_slots(c) for c in capacities})
@@ -288,13 +291,13 @@ def stack_misses(stream: Stream, policy: str) -> Int64[np.ndarray, " entries"]:
 
 def _depths(stream: Stream, policy: str, *, joint: bool) -> Int64[np.ndarray, " depths"]:
     """How many accesses need d slots to hit, if k experts are served together (`joint`) or one after another."""
-    known, k = find_policy(policy), stream.k if joint else 1
+    k = stream.k if joint else 1
     depths = np.zeros(stream.n_entries + 1, np.int64)
     last = np.zeros(stream.n_entries, np.int32)
     value, stack, place = np.zeros((3, stream.n_entries), np.int64)
     rank = _rank(stream) if policy == "static" else np.empty(0, np.int64)
     state = 0
-    for rows, future in _rows_with_future(stream, known):
+    for rows, future in _rows_with_future(stream, find_policy(policy)):
         steps, kind, cold = rows if joint else _one_by_one(rows, stream.k)
         if policy == "lru":
             state = kernels.recency_depths(steps, kind, cold, k, last, depths, state)

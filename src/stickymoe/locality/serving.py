@@ -65,6 +65,7 @@ def _load(s: Any, e: int) -> None:
     s[HELD, slot] = e
     s[SLOT, e] = slot
     s[SCORE, slot] = NEVER
+    s[PINNED, e] = 2
     n = s[VAR, LOADS]
     s[LOADED, n], s[INTO, n], s[EVICTED, n] = e, slot, out
     s[VAR, LOADS] = n + 1
@@ -100,7 +101,7 @@ def _serve(s: Any, entries: Any, first: int, last: int, asked: bool) -> None:
                     s[VAR, PREFETCHED] += 1
     for j in range(last - 1, first - 1, -1):
         e = entries[j]
-        new = s[PINNED, e] == 0
+        new = s[PINNED, e] == 2
         s[PINNED, e] = 0
         used(s, e, new)
 

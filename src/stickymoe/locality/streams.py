@@ -95,6 +95,10 @@ class Access:
         require(share <= table.n_layers, "share_block", share, f"at most the {table.n_layers} layers of the trace")
         return share
 
+    def layers_per_cache(self, table: RouteTable) -> int:
+        """Adjacent layers that use the same cache."""
+        return table.n_layers if self.pool else self.layers_per_tensor(table)
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -102,53 +106,40 @@ class Passes:
 
     tokens: real tokens in the order of their passes
     first: where each pass begins in `tokens`, and last their number
-    previous: the token before the only token of a pass; −1 for a prompt or batch, or the first token of a text
-    cold: passes that begin a text
+    opens: passes that begin a text
+    decodes: passes of one decoded token, which can be prefetched
     """
 
     tokens: Int64[np.ndarray, " real"]
     first: Int64[np.ndarray, " borders"]
-    previous: Int64[np.ndarray, " passes"]
-    cold: Bool[np.ndarray, " passes"]
+    opens: Bool[np.ndarray, " passes"]
+    decodes: Bool[np.ndarray, " passes"]
 
 
 def forward_passes(table: RouteTable, access: Access) -> Passes | None:
     """The forward passes of a table; None if every pass has one token.
 
-    Consecutive real tokens of a text in the prefill phase are one pass, every other token is one. In a batch, steps in
-    which all real tokens are in prefill are one pass, and every other step is one.
+    Consecutive prefill tokens of a text are one pass, every other token is one. In a batch, the tokens of a step are in
+    the same pass, consecutive steps of prefill tokens only are one pass, and a text begins where all sequences begin
+    one. Padding is in no pass. A pass of one token asks for its experts heaviest first, one of several for their union.
     """
-    prefill = np.zeros(table.mask.shape, np.bool_) if table.phase is None else table.mask & (table.phase == 0)
-    if not access.batch and not prefill.any():
+    real = np.asarray(table.mask)
+    prompt = np.zeros_like(real) if table.phase is None else real & (table.phase == 0)
+    if not real.any() or not (access.batch or prompt.any()):
         return None
-    real, starts = np.asarray(table.mask), table.starts
-    flat = np.arange(real.size).reshape(real.shape)
-    if access.batch:  # step by step, all sequences of a step together
-        decode = (real & ~prefill).any(0)
-        begins = np.zeros(real.shape[::-1], np.bool_)
-        begins[:, 0] = True
-        begins[1:, 0] = decode[1:] | decode[:-1]
-        real, flat = real.T, flat.T
-        cold = np.zeros(real.shape, np.bool_)
-        cold[0, :1] = True
-    else:
-        begins = starts | ~prefill
-        begins[:, 1:] |= ~prefill[:, :-1]
-        cold = starts
-    chosen = real.reshape(-1)
-    number = begins.reshape(-1).cumsum()[chosen]  # of the pass of every real token
-    tokens = np.ascontiguousarray(flat.reshape(-1)[chosen])
-    new = np.ones(len(tokens), np.bool_)
-    new[1:] = number[1:] != number[:-1]
-    first = np.append(np.flatnonzero(new), len(tokens))
-    texts = cold.reshape(-1).cumsum()[chosen]
-    cold_pass = np.ones(len(first) - 1, np.bool_)
-    cold_pass[1:] = np.diff(texts[first[:-1]]) > 0
-    single = np.diff(first) == 1
-    follows = np.zeros(len(single), np.bool_)
-    follows[1:] = ~cold_pass[1:] & (tokens[first[1:-1]] - 1 == tokens[first[1:-1] - 1])
-    previous = np.where(single & follows, tokens[first[:-1]] - 1, -1)
-    return Passes(tokens, first.astype(np.int64), previous.astype(np.int64), cold_pass)
+    token = np.arange(real.size).reshape(real.shape)
+    step, text = token, table.starts.reshape(-1).cumsum().reshape(real.shape)
+    if access.batch:  # tokens in the order of their steps
+        by_step = (np.arange(real.shape[1]), table.starts.all(0).cumsum(), (prompt | ~real).all(0))
+        step, text, prompt = (np.broadcast_to(values, real.shape).T for values in by_step)
+        token, real = token.T, real.T
+    token, step, text, prompt = token[real], step[real], text[real], prompt[real]
+    opens = np.diff(text, prepend=0) > 0
+    begins = opens | (np.diff(step, prepend=-1) != 0)
+    begins[1:] &= opens[1:] | ~(prompt[1:] & prompt[:-1])
+    first = np.flatnonzero(begins)
+    borders = np.append(first, len(token))
+    return Passes(token, borders, opens[first], (np.diff(borders) == 1) & ~prompt[first])
 
 
 @dataclass(frozen=True)
@@ -203,18 +194,17 @@ class Stream:
             release(self.S)
 
     def requests(self) -> Iterator[Requests]:
-        """All requests, where a forward pass has several tokens; a block is at least one text."""
-        passes = self.passes
-        assert passes is not None
-        texts = np.append(np.flatnonzero(passes.cold), len(passes.cold))
+        """All requests, where a forward pass has several tokens; layer by layer, a block is at least one text."""
+        assert self.passes is not None
+        n_passes = len(self.passes.opens)
         limit = max(BLOCK // (self.k * len(self.S)), 1)
-        first = 0
-        while first < len(passes.cold):
-            last = int(texts[np.searchsorted(texts, first + limit, side="right") - 1])
-            if last <= first:
-                last = int(texts[np.searchsorted(texts, first, side="right")])
-            yield self._requests(passes, first, last)
-            first = last
+        if self._layer_by_layer:
+            texts = np.append(np.flatnonzero(self.passes.opens), n_passes)
+            borders = texts[np.unique(np.searchsorted(texts, [*range(0, n_passes, limit), n_passes]))].tolist()
+        else:
+            borders = [*range(0, n_passes, limit), n_passes]
+        for first, last in pairwise(borders):
+            yield self._requests(self.passes, first, last)
 
     def _requests(self, passes: Passes, first: int, last: int) -> Requests:
         """The requests of some forward passes."""
@@ -225,20 +215,20 @@ class Stream:
         bounds = np.zeros(n_layers * n * (1 + prefetches) + 1, np.int64)
         kind = np.empty(len(bounds) - 1, np.uint8)
         cold = np.zeros(len(kind), np.bool_)
-        pooled = n_layers > 1 and self.access.order == "layer"
         no_sets = np.empty((0, 0, 0), self.S.dtype)
         written = write_requests(
-            np.ascontiguousarray(self.S),
-            no_sets if self.predicted is None else np.ascontiguousarray(self.predicted),
+            self.S,
+            no_sets if self.predicted is None else self.predicted,
             self.offset,
             self.n_experts,
             passes.tokens,
             passes.first,
-            passes.previous,
-            passes.cold & (not self.access.warm),
+            passes.opens,
+            passes.decodes,
             first,
             last,
-            pooled,
+            self._layer_by_layer,
+            self.access.warm,
             prefetches,
             entries,
             bounds,
@@ -250,10 +240,15 @@ class Stream:
         cold[0] |= first == 0
         return Requests(entries[: bounds[written]], bounds[: written + 1], kind[:written], cold[:written])
 
+    @property
+    def _layer_by_layer(self) -> bool:
+        """Whether a text goes through all of a layer before the next one."""
+        return len(self.S) > 1 and self.access.order == "layer"
+
     def _pieces(self) -> Iterator[tuple[slice, slice]]:
         """Layers and tokens of each block."""
         n_layers = len(self.S)
-        if n_layers > 1 and self.access.order == "layer":
+        if self._layer_by_layer:
             borders = [*self._borders(), self.n_tokens]
             for start, stop in pairwise(borders):
                 for layer in range(n_layers):
@@ -337,9 +332,9 @@ def streams(table: RouteTable, access: Access) -> list[Stream]:
     S = _flat(table.S[..., :1] if access.top1 else table.S)
     predicted = _predicted(access, table)
     passes = forward_passes(table, access)
-    layers_per_cache = L if access.pool else share
+    layers_per_cache = access.layers_per_cache(table)
     found = []
-    for first in range(0, L, layers_per_cache):
+    for first in range(0, L, max(layers_per_cache, 1)):
         layers = slice(first, min(first + layers_per_cache, L))
         offset = np.arange(layers.stop - first) // share * table.n_experts
         found.append(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from stickymoe.locality import figures
-from stickymoe.locality.policies import policy_names
+from stickymoe.locality.policies import find_policy, policy_names
 from stickymoe.locality.replay import Simulation, allocate, miss_curve, simulate
 from stickymoe.locality.streams import Access, Stream, streams
 from stickymoe.locality.table import RouteTable
@@ -128,8 +128,8 @@ def study(
 
 
 def default_policies(access: Access) -> list[str]:
-    """All policies; Belady bounds those that load on demand, so not with prefetch."""
-    return [name for name in policy_names() if name != "belady" or access.prefetch is None]
+    """All policies; with prefetch without those that know the next use, which bound policies that load on demand."""
+    return [name for name in policy_names() if access.prefetch is None or find_policy(name).knows != "next_use"]
 
 
 def default_capacities(stream: Stream) -> list[int]:

@@ -143,5 +143,5 @@ def _costs_of(trace: Trace, device: Device) -> Costs:
     table, access = trace.table, Access(order="decode")
     curves = {policy: miss_curve(table, policy=policy, access=access) for policy in (*POLICIES, "belady")}
     sizes = Sizes.of(table)
-    points = cache_points(table, curves["lru"], device, sizes)
+    points = cache_points(table, curves["lru"], device, sizes, access=access)
     return Costs(trace, curves, points, sizes.other, working_set(table, WINDOWS).mean(0).tolist())
