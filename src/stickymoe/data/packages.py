@@ -9,8 +9,10 @@ from stickymoe.errors import DataError
 
 
 def package_folder(module: str, distribution: str) -> Path:
-    """Where an installed package lies on disk."""
+    """The folder of an installed package."""
     spec = find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise DataError(f"'{distribution}' is not installed, and its data is needed. Run: pip install {distribution}")
+        raise DataError(
+            f"'{distribution}' is not installed, and its data is needed. Run: pip install \"stickymoe[train]\""
+        )
     return Path(spec.submodule_search_locations[0])
