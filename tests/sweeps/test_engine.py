@@ -24,7 +24,7 @@ from stickymoe.training.loop import train
 SHORT = {"steps": 6, "warmup": 1, "eval_every": 3, "checkpoint_every": 2, "log_every": 1}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def grid(corpus):
     return {
         "preset": "tiny",
@@ -39,25 +39,42 @@ def cells_of(grid, out, *variants, seeds=(42,), **row):
     return plan(configs({**grid, "rows": rows}, seeds=list(seeds), flags=[], source="test"), out)
 
 
-def test_every_run_is_run_once(grid, tmp_path):
-    cells = sweep(cells_of(grid, tmp_path, "vanilla", "soft", seeds=(1, 2)), jobs=2)
-    assert [cell.status for cell in cells] == ["complete"] * 4
+@pytest.fixture(scope="session")
+def swept(grid, tmp_path_factory):
+    """The folder of a finished sweep over vanilla, soft and remoe. Not to be written to."""
+    out = tmp_path_factory.mktemp("sweep")
+    sweep(cells_of(grid, out, "vanilla", "soft", "remoe"), jobs=2)
+    return out
+
+
+@pytest.fixture
+def vanilla_only(grid, swept, tmp_path):
+    """A folder in which only vanilla is finished, and its cell."""
+    (finished,) = cells_of(grid, swept, "vanilla")
+    (vanilla,) = cells_of(grid, tmp_path, "vanilla")
+    shutil.copytree(finished.folder.path, vanilla.folder.path)
+    return vanilla
+
+
+def test_every_run_is_run_once(grid, swept):
+    cells = cells_of(grid, swept, "vanilla", "soft", "remoe")
+    assert [cell.record.status for cell in cells] == ["complete"] * 3
     written = {cell.run_id: cell.folder.record.stat().st_mtime_ns for cell in cells}
-    again = sweep(cells_of(grid, tmp_path, "vanilla", "soft", seeds=(1, 2)), jobs=2)
+    again = sweep(cells, jobs=2)
+    assert [cell.status for cell in again] == ["complete"] * 3
     assert {cell.run_id: cell.folder.record.stat().st_mtime_ns for cell in again} == written
 
 
-def test_a_run_of_a_sweep_is_the_run_by_itself(grid, tmp_path):
-    (cell,) = sweep(cells_of(grid, tmp_path / "sweep", "soft"), jobs=1)
+def test_a_run_of_a_sweep_is_the_run_by_itself(grid, swept, tmp_path):
+    (cell,) = cells_of(grid, swept, "soft")
     train(cell.config, tmp_path / "alone", quiet=True)
     assert (tmp_path / "alone" / "metrics.jsonl").read_bytes() == cell.folder.metrics.read_bytes()
     assert (tmp_path / "alone" / "record.json").read_bytes() == cell.folder.record.read_bytes()
 
 
-def test_remoe_begins_where_vanilla_ended_and_ends_as_if_it_had_not(grid, tmp_path):
-    vanilla, remoe = sweep(cells_of(grid, tmp_path / "sweep", "vanilla", "remoe"), jobs=2)
+def test_remoe_starts_from_the_end_of_vanilla_and_equals_a_run_that_does_not(grid, swept, tmp_path):
+    vanilla, remoe = cells_of(grid, swept, "vanilla", "remoe")
     assert remoe.after is vanilla
-    assert [cell.status for cell in (vanilla, remoe)] == ["complete"] * 2
     assert len(remoe.folder.timings.read_text().splitlines()) == 1  # its own steps alone
     train(remoe.config, tmp_path / "whole", quiet=True)
     assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == remoe.folder.metrics.read_bytes()
@@ -128,21 +145,19 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert message in line
 
 
-def test_remoe_trains_its_first_phase_where_vanilla_has_no_weights_left(grid, tmp_path):
-    (vanilla,) = sweep(cells_of(grid, tmp_path, "vanilla"), jobs=1)
-    shutil.rmtree(vanilla.folder.checkpoints)
+def test_remoe_trains_its_first_phase_where_vanilla_has_no_weights_left(grid, vanilla_only, tmp_path):
+    shutil.rmtree(vanilla_only.folder.checkpoints)
     _, remoe = sweep(cells_of(grid, tmp_path, "vanilla", "remoe"), jobs=1)
     assert remoe.status == "complete"
     assert len(remoe.folder.timings.read_text().splitlines()) > 1, "all steps are its own"
 
 
-def test_remoe_begins_from_the_end_of_vanilla_and_from_nothing_before(grid, tmp_path):
-    (vanilla,) = sweep(cells_of(grid, tmp_path, "vanilla"), jobs=1)
-    shutil.rmtree(vanilla.folder.checkpoints / "step-000006")
-    assert list(vanilla.folder.checkpoints.iterdir()), "there are earlier ones"
+def test_remoe_does_not_start_from_an_earlier_checkpoint_of_vanilla(grid, vanilla_only, tmp_path):
+    shutil.rmtree(vanilla_only.folder.checkpoints / "step-000006")
+    assert list(vanilla_only.folder.checkpoints.iterdir()), "there are earlier ones"
     (remoe,) = cells_of(grid, tmp_path, "remoe")
     with pytest.raises(RunError, match=r"no intact checkpoint of its last step.*omit --first_phase"):
-        train(remoe.config, remoe.folder.path, first_phase=vanilla.folder.path, quiet=True)
+        train(remoe.config, remoe.folder.path, first_phase=vanilla_only.folder.path, quiet=True)
     assert RunRecord.read(remoe.folder.record).status == "failed"
 
 
