@@ -44,7 +44,7 @@ class TestFactbook:
         assert all(row and row == row.strip() and "\n" not in row for row in every)
         assert not [row for row in every if re.search(r"</?[a-z]+>|&(nbsp|amp|lt|[a-z]+acute);", row)]
 
-    def test_rows_say_field_and_text(self, factbook: Corpus) -> None:
+    def test_rows_contain_field_and_text(self, factbook: Corpus) -> None:
         france = next(document for document in factbook.train if document.name == "fr/Geography")
         assert france.topic == "Geography"
         area = next(row for row in france.rows if row.startswith("Area: "))
@@ -133,7 +133,7 @@ class TestArticles:
 
 
 class TestAnyText:
-    def test_a_folder_is_cut_by_bytes_in_the_order_of_names(self, folder: Any) -> None:
+    def test_a_folder_is_split_by_bytes_in_the_order_of_names(self, folder: Any) -> None:
         files = {f"{name}.txt": "\n".join(f"{name}{i:03}" for i in range(100)) for name in ("b", "a", "sub/c", "z")}
         corpus = load(folder({**files, ".git/x.txt": "hidden", "image.png": b"\xff"}))
         everything = rows(corpus.train) + rows(corpus.valid) + rows(corpus.test)
@@ -149,7 +149,7 @@ class TestAnyText:
         corpus = load(file)
         assert [len(rows(split)) for split in (corpus.train, corpus.valid, corpus.test)] == [90, 5, 5]
 
-    def test_too_few_rows_to_cut_are_refused(self, folder: Any) -> None:
+    def test_too_few_rows_to_split_are_refused(self, folder: Any) -> None:
         with pytest.raises(DataError, match=r"no text for valid.*Give more rows"):
             load(folder({"one.txt": "a single row"}))
 

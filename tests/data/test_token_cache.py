@@ -36,7 +36,7 @@ def only_entry(config: DataConfig) -> Path:
     return entry
 
 
-def test_an_entry_holds_arrays_tokenizer_and_meta(small: DataConfig) -> None:
+def test_an_entry_contains_arrays_tokenizer_and_meta(small: DataConfig) -> None:
     data = load_tokens(small)
     entry = only_entry(small)
     assert sorted(file.name for file in entry.iterdir()) == sorted(FILES)

@@ -47,7 +47,7 @@ def test_any_text_survives_and_its_bytes_are_its_tokens_bytes(text: str) -> None
         assert n_bytes[ids].sum() == len(text.encode())
 
 
-def test_bpe_has_the_size_asked_for() -> None:
+def test_bpe_has_the_requested_size() -> None:
     assert BPE.get_vocab_size() == 300
 
 
@@ -55,7 +55,7 @@ def test_bpe_of_a_small_text_is_as_large_as_the_text_allows() -> None:
     assert train_bpe(["ab ab ab"], 1000).get_vocab_size() == 256 + 2
 
 
-def test_bpe_is_the_same_again() -> None:
+def test_bpe_is_deterministic() -> None:
     assert train_bpe(ROWS, 300).to_str() == BPE.to_str()
 
 

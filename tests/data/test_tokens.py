@@ -60,7 +60,7 @@ def test_wikitext_is_tokenised_by_the_papers_convention(folder: Any, tmp_path: P
     assert data.vocab_size == 50_257
 
 
-def test_tokens_stand_for_exactly_the_bytes_of_the_rows(small: DataConfig, factbook: TokenData) -> None:
+def test_tokens_have_exactly_the_bytes_of_the_rows(small: DataConfig, factbook: TokenData) -> None:
     for config, data in ((small, load_tokens(small)), (DataConfig(), factbook)):
         corpus = load_corpus(config)
         for name in ("train", "valid", "test"):
@@ -130,7 +130,7 @@ def test_the_tokenizer_sees_only_the_train_rows(folder: Any) -> None:
     assert first.fingerprint != second.fingerprint
 
 
-def test_the_cache_gives_back_the_same(small: DataConfig) -> None:
+def test_the_cache_returns_the_same(small: DataConfig) -> None:
     built, cached = load_tokens(small), load_tokens(small)
     assert all(same(getattr(built, name), getattr(cached, name)) for name in ("train", "valid", "test"))
     assert built.fingerprint == cached.fingerprint

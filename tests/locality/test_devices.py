@@ -10,7 +10,7 @@ GOOD = {"fast_memory": "8GB", "load_bandwidth": "500MB", "load_latency_ms": 0.1,
 
 
 @pytest.mark.parametrize("name", device_names())
-def test_shipped_profiles_have_every_figure_and_its_source(name):
+def test_profiles_of_the_package_have_every_number_and_its_source(name):
     device = load_device(name)
     sources = " ".join(device.sources)
     for figure in GOOD:
@@ -49,13 +49,13 @@ def test_text_that_is_not_bytes(text):
 
 @pytest.mark.parametrize("figure", GOOD)
 @pytest.mark.parametrize("value", [-1, "-5", "much", None, True, [1], float("nan"), float("inf")])
-def test_a_wrong_figure_is_refused_by_name(figure, value):
+def test_a_wrong_number_is_refused_by_name(figure, value):
     with pytest.raises(StickyError, match=rf"^device d: {figure}: got .*, expected [^\n]*\.$"):
         parse_device(yaml.safe_dump({**GOOD, figure: value}), "d")
 
 
 @pytest.mark.parametrize("figure", GOOD)
-def test_a_missing_figure_is_refused_by_name(figure):
+def test_a_missing_number_is_refused_by_name(figure):
     fields = {key: value for key, value in GOOD.items() if key != figure}
     with pytest.raises(StickyError, match=rf"^device d: {figure} is missing"):
         parse_device(yaml.safe_dump(fields), "d")
@@ -73,7 +73,7 @@ def test_a_missing_figure_is_refused_by_name(figure):
         ("name: 2026-13-45", r"^device d is not YAML: month must be in 1..12"),
     ],
 )
-def test_what_is_no_profile_is_refused(text, says):
+def test_yaml_that_is_not_a_profile_is_refused(text, says):
     with pytest.raises(StickyError, match=says + r"[^\n]*$"):
         parse_device(text, "d")
 

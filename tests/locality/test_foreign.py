@@ -149,7 +149,7 @@ def test_a_truncated_npz_and_one_of_another_kind_are_refused(tmp_path):
             read_foreign(tmp_path / name)
 
 
-def test_a_file_that_is_not_there_and_a_format_that_is_not(tmp_path):
+def test_a_missing_file_and_an_unknown_format(tmp_path):
     with pytest.raises(StickyError, match=r"nowhere cannot be read \(No such file"):
         read_foreign(tmp_path / "nowhere")
     with pytest.raises(StickyError, match=r"^Unknown trace format 'vlm'\. Known: bigmoeonedge, cacheable-by-design\.$"):

@@ -73,7 +73,7 @@ def edit_header(folder, **changes):
 @in_a_folder
 @given(table=full_tables())
 def test_what_is_saved_is_loaded(table, tmp_path):
-    """Also over an earlier table, whose arrays must not shine through."""
+    """Also over an earlier table, whose arrays must not remain."""
     save_table(table, tmp_path / "deep" / "routes")
     loaded = load_table(tmp_path / "deep" / "routes")
     assert_equal(loaded, table)
@@ -133,12 +133,12 @@ def test_no_header(saved):
 
 
 @pytest.mark.parametrize("text", ["", "{", "routes", '{"format": "stickymoe-routes",'])
-def test_a_header_that_is_no_json(saved, text):
+def test_a_header_that_is_not_json(saved, text):
     (saved / "header.json").write_text(text)
     assert "header.json is damaged" in refusal(saved)
 
 
-def test_a_header_that_is_no_text(saved):
+def test_a_header_that_is_not_text(saved):
     (saved / "header.json").write_bytes(b"\x93NUMPY\xff\xfe")
     assert "header.json is damaged" in refusal(saved)
 
@@ -174,7 +174,7 @@ def test_a_header_without_the_needed_arrays(saved, arrays):
     refusal(saved)
 
 
-def test_a_header_with_an_array_nobody_knows(saved):
+def test_a_header_with_an_unknown_array(saved):
     np.save(saved / "secret.npy", np.zeros(3))
     edit_header(saved, arrays={"S": [2, 3, 4, 2], "mask": [3, 4], "secret": [3]})
     assert "secret" in refusal(saved)
@@ -196,7 +196,7 @@ def test_a_truncated_array(saved, name, kept):
     assert f"{name}.npy is damaged: " in refusal(saved)
 
 
-def test_a_file_that_is_no_array(saved):
+def test_a_file_that_is_not_an_array(saved):
     (saved / "S.npy").write_text("0 1 2 3\n")
     assert "S.npy is damaged: " in refusal(saved)
 
@@ -213,7 +213,7 @@ def test_an_array_of_another_shape_than_the_header_says(saved, name, shape):
     assert f"{name}.npy: got shape {list(shape)}, but header.json says {said}." in refusal(saved)
 
 
-def test_an_expert_that_is_not_there(saved):
+def test_an_expert_out_of_range(saved):
     edit_header(saved, n_experts=3)
     with pytest.raises(
         DataError, match=r"routes: The route table names expert 3, but there are 3 experts \(0 … 2\)\.$"
@@ -248,9 +248,9 @@ def test_an_expert_below_zero(saved):
         ({"weights": np.zeros((1, 2, 3, 2))}, r"weights: got float64 \(1, 2, 3, 2\), expected \(1, 2, 3, 1\) as in S"),
     ],
 )
-def test_arrays_that_are_no_routes_are_refused(changes, says):
+def test_arrays_that_are_not_routes_are_refused(changes, says):
     fields = {"S": np.zeros((1, 2, 3, 1), np.uint8), "n_experts": 4, "mask": np.ones((2, 3), bool)}
-    table = object.__new__(RouteTable)  # past the type checks of the tests, as a user has none
+    table = object.__new__(RouteTable)  # without the type checks that only the tests have
     unknown = dict.fromkeys(("doc", "weights", "phase", "tokens"))
     for name, value in {**unknown, **fields, **changes}.items():
         object.__setattr__(table, name, value)

@@ -1,4 +1,4 @@
-"""The files of a run: one writer at a time, complete files, and truncated lines dropped."""
+"""The files of a run: one writer at a time, complete files, and no lines that were cut off."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ class TestLock:
         with deep.lock():
             assert deep.path.is_dir()
 
-    def test_errors_inside_are_not_taken_for_its_own(self, folder: RunFolder) -> None:
+    def test_errors_inside_pass_through(self, folder: RunFolder) -> None:
         with pytest.raises(FileNotFoundError), folder.lock():
             raise FileNotFoundError("of something else")
 
     @pytest.mark.parametrize("inside", ["file", "file/run"])
-    def test_of_a_folder_that_cannot_be_is_refused(self, tmp_path: Path, inside: str) -> None:
+    def test_of_an_impossible_folder_is_refused(self, tmp_path: Path, inside: str) -> None:
         (tmp_path / "file").write_text("mine")
         with pytest.raises(RunError, match=r"cannot be written \(.+\)\. Choose another folder with --out"):  # noqa: SIM117
             with RunFolder(tmp_path / inside).lock():
@@ -97,7 +97,7 @@ class TestRewind:
         folder.append(folder.metrics, {"step": 4, "train": {"loss": 0.1}})
 
     @pytest.mark.parametrize(("step", "left"), [(0, []), (2, [1, 2]), (3, [1, 2, 3, 3]), (9, [1, 2, 3, 3, 4])])
-    def test_forgets_what_came_later(self, folder: RunFolder, step: int, left: list[int]) -> None:
+    def test_removes_later_lines(self, folder: RunFolder, step: int, left: list[int]) -> None:
         self.write(folder)
         folder.rewind(step)
         assert self.lines(folder) == left
@@ -109,8 +109,8 @@ class TestRewind:
         assert folder.metrics.read_bytes() == before
 
     @pytest.mark.parametrize("cut", ["{", '{"step": 4', '{"step": 4, "train": {"loss": 0.1}}'])
-    def test_forgets_a_line_cut_off(self, folder: RunFolder, cut: str) -> None:
-        """Even a complete one without its line end: its step is repeated."""
+    def test_removes_a_line_that_was_cut_off(self, folder: RunFolder, cut: str) -> None:
+        """Even a complete line without its line end: its step is repeated."""
         for step in (1, 2, 3):
             folder.append(folder.metrics, {"step": step})
         with folder.metrics.open("a") as f:
@@ -121,7 +121,7 @@ class TestRewind:
         folder.append(folder.metrics, {"step": 4})
         assert self.lines(folder) == [1, 2, 3, 4]
 
-    def test_of_nothing_is_nothing(self, folder: RunFolder) -> None:
+    def test_of_a_missing_file_creates_nothing(self, folder: RunFolder) -> None:
         folder.rewind(3)
         assert not folder.metrics.exists()
 
@@ -130,7 +130,7 @@ class TestRewind:
         folder.append(folder.metrics, line)
         assert folder.read_metrics() == [line]
 
-    def test_no_line_holds_what_is_no_number(self, folder: RunFolder) -> None:
+    def test_nan_is_not_written(self, folder: RunFolder) -> None:
         with pytest.raises(ValueError, match="JSON compliant"):
             folder.append(folder.metrics, {"step": 1, "x": float("nan")})
         assert not folder.metrics.exists() or folder.metrics.read_text() == ""
@@ -177,14 +177,14 @@ def test_the_config_written_is_the_config_read(folder: RunFolder) -> None:
     assert RunConfig.from_dict(yaml.safe_load(folder.config.read_text(encoding="utf-8"))) == config
 
 
-def test_a_lock_that_cannot_be_opened_is_no_other_writer(tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_opened_does_not_mean_another_writer(tmp_path: Path) -> None:
     (tmp_path / ".lock").mkdir()
     assert not RunFolder(tmp_path).is_locked()
     with pytest.raises(RunError, match="cannot be written"), RunFolder(tmp_path).lock():
         pass
 
 
-def test_metrics_that_are_no_text_are_damaged(tmp_path: Path) -> None:
+def test_metrics_that_are_not_text_are_damaged(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_bytes(b"\xff\xfe\n")
     with pytest.raises(RunError, match="is damaged"):

@@ -1,4 +1,4 @@
-"""A run's record: read from disk as it was written, and damage is reported."""
+"""The record of a run: reading returns what was written, and damage is reported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TestRoundTrip:
         assert file.read_bytes() == before
         assert before.endswith(b"}\n")
 
-    def test_a_number_that_is_none_is_not_written(self, record: RunRecord, file: Path) -> None:
+    def test_nan_is_not_written(self, record: RunRecord, file: Path) -> None:
         before = file.read_bytes()
         record.metrics["ppl"] = float("nan")
         with pytest.raises(ValueError, match="JSON compliant"):
@@ -70,7 +70,7 @@ class TestDamage:
             RunRecord.read(file)
         assert "\n" not in str(caught.value)
 
-    def test_bytes_that_are_no_text(self, file: Path) -> None:
+    def test_bytes_that_are_not_text(self, file: Path) -> None:
         file.write_bytes(b"\xff\xfe\x00{")
         with pytest.raises(RunError, match=r"record\.json is damaged"):
             RunRecord.read(file)
@@ -92,7 +92,7 @@ class TestDamage:
     @pytest.mark.parametrize(
         "metrics", [{"ppl": math.nan}, {"ppl": -5.0}, {"ppl": 0}, {"ppl": 9.0, "ce": math.inf}, {}]
     )
-    def test_figures_that_no_complete_run_has(self, file: Path, metrics: dict[str, float]) -> None:
+    def test_metrics_that_no_complete_run_has(self, file: Path, metrics: dict[str, float]) -> None:
         change = {"status": "complete", "metrics": metrics}
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
         with pytest.raises(RunError, match=r"record\.json is damaged: .* expected"):
@@ -104,12 +104,12 @@ class TestDamage:
         with pytest.raises(RunError, match="schema 1"):
             RunRecord.read(file)
 
-    def test_missing_is_no_run(self, tmp_path: Path) -> None:
+    def test_missing_means_not_a_run_folder(self, tmp_path: Path) -> None:
         with pytest.raises(RunError, match=r"nowhere is not a run folder: it has no readable record\.json\."):
             RunRecord.read(tmp_path / "nowhere" / "record.json")
 
 
-def test_the_environment_is_said_and_fits_a_record(record: RunRecord, tmp_path: Path) -> None:
+def test_the_environment_is_described_and_fits_a_record(record: RunRecord, tmp_path: Path) -> None:
     environment = describe_environment()
     assert environment["python"].startswith("3.")
     assert environment["packages"]["torch"]

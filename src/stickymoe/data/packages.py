@@ -1,4 +1,4 @@
-"""Data files that other PyPI packages carry, found without running those packages' code."""
+"""Data files of other PyPI packages, found without running the code of these packages."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ FORMAT = 1
 SPLITS = ("train", "valid", "test")
 _ROWS_AT_ONCE = 4096
 _SPACE = "Ġ"  # how byte-level vocabularies write a space
-# What sentences end with, in words as byte-level vocabularies write them.
+# The ends of sentences, as byte-level vocabularies write them.
 _STOP = re.compile(r"""[.!?]["')\]]*$""")
 _TITLE = re.compile(rf"{_SPACE}([A-Z]|Mrs?|Ms|Dr|St|Prof|Rev|Gen|Col|Capt|Lt|Sgt|Sen|Gov|No|Jr|vs|cf|ca|al|approx)")
 _BRACKET = re.compile(rf"{_SPACE}?[')\]]")
@@ -56,7 +56,7 @@ class TokenSplit:
 
 @dataclass(frozen=True)
 class TokenData:
-    """`fingerprint` names the tokens, documents and tokenizer, wherever the text came from."""
+    """`fingerprint` is a hash of tokens, documents and tokenizer; it does not depend on where the text is stored."""
 
     train: TokenSplit
     valid: TokenSplit
@@ -182,10 +182,11 @@ def _token_split(entry: Entry, name: str) -> TokenSplit:
 
 
 def _with_boundaries(split: TokenSplit, tokenizer: Tokenizer) -> TokenSplit:
-    """A sentence begins with a row, and after a stop, and quotes and brackets that close, with a space.
+    """Mark where sentences begin: at the start of a row, and at a token with a leading space after a stop.
 
-    Not after the stop of an initial or a title, and not with a small letter or a punctuation mark. The point of a
-    number or a web address ends none, and no token after the first of a sentence has to be known.
+    Closing quotes and brackets may follow the stop. The stop of an initial or a title does not end a sentence, and a
+    sentence does not begin with a lower-case letter or a punctuation mark. The point in a number or a web address is
+    not a stop. Only the first token of a sentence is needed to decide, none after it.
     """
     words = tokenizer.get_vocab()
     stops, titles, brackets, quotes, opens = (np.zeros(max(words.values()) + 1, dtype=np.bool_) for _ in range(5))
@@ -202,7 +203,7 @@ def _with_boundaries(split: TokenSplit, tokenizer: Tokenizer) -> TokenSplit:
     closes = brackets[tokens] | (quotes[tokens] & ((before - before[row]) % 2 == 1))
     ended = stops[tokens]
     ended[1:] &= ~titles[tokens[:-1]] | split.row_start[1:]
-    for _ in range(2):  # a quote, and a bracket about it
+    for _ in range(2):  # a quote, then a bracket around it
         ended[1:] |= ended[:-1] & closes[1:]
     boundary = split.row_start.copy()
     boundary[1:] |= ended[:-1] & opens[tokens[1:]] & ~closes[1:]
@@ -210,7 +211,7 @@ def _with_boundaries(split: TokenSplit, tokenizer: Tokenizer) -> TokenSplit:
 
 
 def _shorten(split: TokenSplit, fraction: float) -> TokenSplit:
-    """The first part of a split, by the tokenizer of the whole."""
+    """The first part of a split; the tokenizer is that of the whole split."""
     n = round(fraction * len(split.tokens))
     return replace(split, tokens=split.tokens[:n], doc=split.doc[:n], row_start=split.row_start[:n])
 

@@ -123,7 +123,7 @@ def as_yaml(device: Device) -> str:
 def measure_device(folder: Path, *, megabytes: int = 256) -> Device:
     """Measure this machine: experts are loaded from the disk of `folder` and computed from main memory."""
     if megabytes < 1:
-        raise ConfigError(f"megabytes: got {megabytes}, expected a whole number ≥ 1.")
+        raise ConfigError(f"megabytes: got {megabytes}, expected an integer ≥ 1.")
     bandwidth, latency_ms = _measure_disk(folder, megabytes << 20)
     return Device(
         name="this machine",
