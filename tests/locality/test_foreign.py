@@ -14,7 +14,7 @@ PREAMBLE = """\
 # model=/models/a.gguf arch=qwen3moe n_layer=3 n_expert=8 n_expert_used=2
 # layer=0 expert_bytes=0 dense_bytes=900
 # layer=1 expert_bytes=4096 dense_bytes=10
-# layer=2 expert_bytes=4096 dense_bytes=10
+# layer=2 expert_bytes=2048 dense_bytes=10
 turn,phase,step,layer,slot,expert,weight,residency,expert_bytes,dropped
 """
 # Two prompt tokens, of which the last layer routes the second only; one decoded token; then a second turn.
@@ -60,10 +60,10 @@ def test_a_route_trace_of_bigmoeonedge(bigmoe, tmp_path):
     assert table.S[:, 1, 0].tolist() == [[2, 1], [6, 5]]
     assert table.phase[0].tolist() == [0, 0, 1]
     assert table.weights[0, 0, 2].tolist() == pytest.approx([0.6, 0.4])
-    assert (table.n_experts, table.expert_bytes) == (8, 4096)
+    assert (table.n_experts, table.expert_bytes, table.other_bytes) == (8, (4096, 2048), 920)
     save_table(table, tmp_path / "out")
     again = load_table(tmp_path / "out")
-    assert again.expert_bytes == 4096
+    assert (again.expert_bytes, again.other_bytes) == ((4096, 2048), 920)
     np.testing.assert_array_equal(again.S, table.S)
 
 
@@ -72,6 +72,22 @@ def test_columns_are_read_by_name_and_unknown_weights_are_unknown(bigmoe):
     table = read_foreign(bigmoe(PREAMBLE.rsplit("turn", 1)[0] + "\n".join(lines) + "\n"))
     assert table.S.tolist() == [[[[3, 2]]]]
     assert table.weights is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [("# layer=2 expert_bytes=0 dense_bytes=10", 920), ("# other=1", 910)],
+    ids=["of no bytes", "missing"],
+)
+def test_a_routed_layer_of_unknown_size_leaves_the_sizes_unknown(bigmoe, layer, expected):
+    table = read_foreign(bigmoe(PREAMBLE.replace("# layer=2 expert_bytes=2048 dense_bytes=10", layer) + ROWS))
+    assert (table.expert_bytes, table.other_bytes) == (None, expected)
+
+
+def test_a_preamble_without_sizes_leaves_them_unknown(bigmoe):
+    lines = [line for line in PREAMBLE.splitlines() if not line.startswith("# layer")]
+    table = read_foreign(bigmoe("\n".join(lines) + "\n" + ROWS))
+    assert (table.expert_bytes, table.other_bytes) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +108,8 @@ def test_columns_are_read_by_name_and_unknown_weights_are_unknown(bigmoe):
             r"got expert_bytes 'big' in the preamble, expected an integer ≥ 0",
         ),
         (PREAMBLE.replace("expert_bytes=4096", "expert_bytes=-1") + ROWS, r"got expert_bytes '-1' in the preamble"),
+        (PREAMBLE.replace("dense_bytes=900", "dense_bytes=?") + ROWS, r"got dense_bytes '\?' in the preamble"),
+        (PREAMBLE.replace("layer=0", "layer=a") + ROWS, r"got layer 'a' in the preamble"),
         (PREAMBLE.replace("n_expert=8", "n_expert=²") + ROWS, r"got n_expert '²' in the preamble"),
         (
             PREAMBLE.replace("used=2", "used=9") + ROWS,

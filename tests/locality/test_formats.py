@@ -1,6 +1,7 @@
 """Route tables on disk: what is saved is loaded, and what is damaged is refused in one line."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -101,7 +102,46 @@ def test_the_folder_is_as_documented(saved):
         "version": 1,
         "n_experts": 4,
         "arrays": {"S": [2, 3, 4, 2], "mask": [3, 4]},
+        "share_block": 1,
     }
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"expert_bytes": None, "other_bytes": None, "share_block": 1},
+        {"expert_bytes": (4096, 2048), "other_bytes": 77, "share_block": 2},
+        {"expert_bytes": (1, 2**40), "other_bytes": 0, "share_block": 1},
+    ],
+)
+def test_sizes_are_kept(saved, sizes):
+    save_table(replace(load_table(saved), **sizes), saved)
+    loaded = load_table(saved)
+    assert {name: getattr(loaded, name) for name in sizes} == sizes
+
+
+def test_one_size_for_all_layers_as_in_version_0_1_is_read(saved):
+    edit_header(saved, expert_bytes=4096)
+    assert load_table(saved).expert_bytes == (4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"expert_bytes": [4096]}, r"expert_bytes: got \(4096,\), expected 2 whole numbers ≥ 1, one for each layer"),
+        ({"expert_bytes": []}, r"expert_bytes: got \(\), expected 2 whole numbers"),
+        ({"expert_bytes": [1, 0]}, r"got expert_bytes 0, expected an integer ≥ 1"),
+        ({"expert_bytes": [1, 2.5]}, r"got expert_bytes 2.5, expected an integer ≥ 1"),
+        ({"expert_bytes": [1, [2]]}, r"got expert_bytes \[2\], expected an integer ≥ 1"),
+        ({"other_bytes": -1}, r"got other_bytes -1, expected an integer ≥ 0"),
+        ({"other_bytes": True}, r"got other_bytes True, expected an integer ≥ 0"),
+        ({"share_block": 3}, r"share_block: got 3, expected a whole number of layers from 1 to 2"),
+        ({"share_block": 0}, r"got share_block 0, expected an integer ≥ 1"),
+    ],
+)
+def test_impossible_sizes_are_refused(saved, changes, says):
+    edit_header(saved, **changes)
+    assert re.search(says, refusal(saved))
 
 
 def test_an_interrupted_save_leaves_no_header(saved, monkeypatch):
@@ -270,5 +310,5 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     says = rf"^{tmp_path} cannot be written \(Is a directory\)\.$"
     with pytest.raises(DataError, match=says):
         save_table(table, tmp_path)
-    with pytest.raises(DataError, match=says), create_table(tmp_path, table.S.shape, n_experts=4):
+    with pytest.raises(DataError, match=says), create_table(tmp_path, arrays, n_experts=4):
         pass

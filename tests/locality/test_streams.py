@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import replace
 
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -349,7 +350,8 @@ def test_a_wrong_predictor_only_wastes():
         ({"prefetch": np.full((2, 1, 4, 1), 9)}, r"^prefetch: got experts \(9, 9\), expected 0 … 3\.$"),
     ],
 )
-def test_access_is_refused_in_one_line(access, says):
+def test_access_is_refused_in_one_line(access, says, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # what a user meets, who checks no types
     with pytest.raises(StickyError, match=says):
         simulate(table_of(np.zeros((2, 1, 4, 1), int), 4), capacity=2, access=Access(**access))
 

@@ -42,30 +42,51 @@ class _Rows:
 def read_bigmoeonedge(path: Path) -> RouteTable:
     """BigMoeOnEdge's `--route-trace` CSV, version 1 (Helldez/BigMoeOnEdge: docs/telemetry.md).
 
-    A `#` preamble (n_expert, n_expert_used, expert_bytes of each layer) precedes one row per chosen expert, with
-    columns identified by name. A turn becomes a sequence. llama.cpp routes only the last token of a prompt in the last
-    layer. The other tokens of the prompt are masked, because the trace does not contain their choice.
+    A `#` preamble (n_expert, n_expert_used, expert_bytes and dense_bytes of each layer) precedes one row per chosen
+    expert, with columns identified by name. A turn becomes a sequence. llama.cpp routes only the last token of a prompt
+    in the last layer. The other tokens of the prompt are masked, because the trace does not contain their choice.
     """
     lines = read_text(path, DataError).splitlines()
-    facts, expert_bytes = _bigmoe_preamble([line for line in lines if line.startswith("#")], path)
+    preamble = [_fields(line) for line in lines if line.startswith("#")]
+    facts = next((fields for fields in preamble if "n_expert" in fields), {})
     n_experts, k = _positive(facts, "n_expert", path), _positive(facts, "n_expert_used", path)
     if k > n_experts:
         raise DataError(f"{path}: got n_expert_used {k} in the preamble, expected at most n_expert={n_experts}.")
     rows = _bigmoe_rows([line for line in lines if not line.startswith("#")], path)
     _require_bigmoe_values(rows, n_experts, k, path)
-    return _bigmoe_table(rows, n_experts, k, expert_bytes, path)
+    return _bigmoe_table(rows, n_experts, k, _bigmoe_sizes(preamble, path), path)
 
 
-def _bigmoe_preamble(lines: list[str], path: Path) -> tuple[dict[str, str], int | None]:
-    """The facts about the model, and the size of an expert if it is the same in all layers."""
-    pairs = [dict(part.split("=", 1) for part in line[1:].split() if "=" in part) for line in lines]
-    facts = next((p for p in pairs if "n_expert" in p), {})
-    given = [p["expert_bytes"] for p in pairs if "expert_bytes" in p]
-    for text in given:
-        if not text.isdecimal() or len(text) > 18:
-            raise DataError(f"{path}: got expert_bytes {shown(text)} in the preamble, expected an integer ≥ 0.")
-    sizes = {int(text) for text in given} - {0}
-    return facts, sizes.pop() if len(sizes) == 1 else None
+def _fields(line: str) -> dict[str, str]:
+    """The key=value pairs of a line of the preamble."""
+    return dict(part.split("=", 1) for part in line[1:].split() if "=" in part)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one expert by layer, and of all weights that are always resident; None if the preamble has none."""
+
+    experts: dict[int, int]
+    other: int | None
+
+    def of_layers(self, layers: list[int]) -> tuple[int, ...] | None:
+        """Bytes of one expert in each of these layers, None if a size is unknown."""
+        sizes = tuple(self.experts.get(layer, 0) for layer in layers)
+        return sizes if all(sizes) else None
+
+
+def _bigmoe_sizes(preamble: list[dict[str, str]], path: Path) -> _Sizes:
+    experts, dense = {}, []
+    for fields in preamble:
+        for key in ("layer", "expert_bytes", "dense_bytes"):
+            text = fields.get(key, "0")
+            if not text.isdecimal() or len(text) > 18:
+                raise DataError(f"{path}: got {key} {shown(text)} in the preamble, expected an integer ≥ 0.")
+        if "layer" in fields:
+            experts[int(fields["layer"])] = int(fields.get("expert_bytes", "0"))
+        if "dense_bytes" in fields:
+            dense.append(int(fields["dense_bytes"]))
+    return _Sizes(experts, sum(dense) if dense else None)
 
 
 def _positive(facts: dict[str, str], key: str, path: Path) -> int:
@@ -82,7 +103,7 @@ def _bigmoe_rows(lines: list[str], path: Path) -> _Rows:
         missing = [c for c in _BIGMOE_COLUMNS if c not in (table.fieldnames or ())]
         if missing:
             raise DataError(f"{path}: column {missing[0]} is missing, expected {', '.join(_BIGMOE_COLUMNS)}.")
-        for row in table:
+        for number, row in enumerate(table, start=1):
             parsed.append([*(_integer(row[c]) for c in _BIGMOE_COLUMNS[:-1]), _weight(row["weight"])])
     except csv.Error as e:
         raise DataError(f"{path} is damaged: {reason(e)}.") from e
@@ -126,7 +147,7 @@ def _require_bigmoe_values(rows: _Rows, n_experts: int, k: int, path: Path) -> N
             raise DataError(f"{path}: got {given}, expected {expected}.")
 
 
-def _bigmoe_table(rows: _Rows, n_experts: int, k: int, expert_bytes: int | None, path: Path) -> RouteTable:
+def _bigmoe_table(rows: _Rows, n_experts: int, k: int, sizes: _Sizes, path: Path) -> RouteTable:
     """Place the rows: layers, turns and steps are numbered in ascending order, whatever numbers the tool gave them."""
     layers, layer = np.unique(rows.layer, return_inverse=True)
     turns, turn = np.unique(rows.turn, return_inverse=True)
@@ -154,7 +175,8 @@ def _bigmoe_table(rows: _Rows, n_experts: int, k: int, expert_bytes: int | None,
         mask=mask,
         phase=phases,
         weights=None if np.isnan(weights).any() else weights,
-        expert_bytes=expert_bytes,
+        expert_bytes=sizes.of_layers(layers.tolist()),
+        other_bytes=sizes.other,
     )
 
 

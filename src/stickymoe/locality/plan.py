@@ -36,7 +36,7 @@ class Sizes:
         if expert is not None:
             experts: tuple[float, ...] = (expert,) * table.n_layers
         elif table.expert_bytes is not None:
-            experts = table.expert_bytes
+            experts = tuple(float(size) for size in table.expert_bytes)
         else:
             raise ConfigError("The trace does not say how large an expert is: pass expert_bytes, such as 14MB.")
         return cls(experts, float(table.other_bytes or 0) if other is None else other)

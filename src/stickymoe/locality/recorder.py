@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped
@@ -14,6 +14,33 @@ from stickymoe.locality.formats import create_table, load_table, save_table
 from stickymoe.locality.table import RouteTable, release
 
 _PADDING = {"mask": False, "doc": -1}  # what stands behind the end of a shorter sequence; 0 in the other arrays
+_BY_LAYER = ("S", "weights")
+
+
+class _Layout(NamedTuple):
+    """What all tables of a recorder have in common."""
+
+    n_layers: int
+    n_experts: int
+    top_k: int
+    arrays: tuple[str, ...]
+
+    @classmethod
+    def of(cls, table: RouteTable) -> _Layout:
+        names = ("S", "mask", "doc", "weights", "phase", "tokens")
+        known = tuple(name for name in names if getattr(table, name) is not None)
+        return cls(table.n_layers, table.n_experts, table.top_k, known)
+
+    def require(self, other: _Layout) -> None:
+        """Refuse a table of another layout."""
+        for what, a, b in (
+            ("layers", self.n_layers, other.n_layers),
+            ("experts", self.n_experts, other.n_experts),
+            ("experts per token", self.top_k, other.top_k),
+            ("arrays", ", ".join(self.arrays), ", ".join(other.arrays)),
+        ):
+            if a != b:
+                raise DataError(f"The table to add does not fit: got {what} {b}, expected {a} as in the tables before.")
 
 
 class Recorder:
@@ -29,33 +56,41 @@ class Recorder:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self._parts: list[RouteTable] = []
+        self._layout: _Layout | None = None
+        self._shapes: list[tuple[int, int]] = []  # sequences and tokens of each part
+        self._dtypes: dict[str, np.dtype[Any]] = {}
+        self._kept: list[RouteTable] = []
 
     def add(self, table: RouteTable) -> None:
         """Add the sequences of a table, which must fit those before."""
-        if self._parts:
-            _require_fit(self._parts[0], table)
-        if self.folder is not None:
-            part = self._scratch / f"{len(self._parts):08d}"
-            save_table(table, part)
-            table = load_table(part)
-        self._parts.append(table)
+        layout = _Layout.of(table)
+        if self._layout is None:
+            self._layout = layout
+            self._discard_earlier()
+        self._layout.require(layout)
+        if self.folder is None:
+            self._kept.append(table)
+        else:
+            save_table(table, self._part_folder(len(self._shapes)))
+        self._shapes.append(table.mask.shape)
+        for name in layout.arrays:
+            dtype = getattr(table, name).dtype
+            self._dtypes[name] = np.promote_types(self._dtypes.get(name, dtype), dtype)
 
     def finish(
         self, *, expert_bytes: tuple[int, ...] | None = None, other_bytes: int | None = None, share_block: int = 1
     ) -> RouteTable:
         """The whole table, with what is known of the model's sizes; refused if nothing was added."""
-        if not self._parts:
+        if self._layout is None:
             raise DataError("Nothing was recorded: add at least one table before finish.")
         sizes = {"expert_bytes": expert_bytes, "other_bytes": other_bytes, "share_block": share_block}
-        n_experts = self._parts[0].n_experts
-        layout = {name: self._shape(name) for name in _arrays_of(self._parts[0])}
+        shapes = {name: (self._shape(name, self._layout), dtype) for name, dtype in self._dtypes.items()}
         if self.folder is None:
-            arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in layout.items()}
+            arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
             self._fill(arrays)
-            return RouteTable(n_experts=n_experts, **arrays, **sizes)  # type: ignore[arg-type]
-        with create_table(self.folder, layout, n_experts=n_experts, **sizes) as arrays:
-            self._fill(arrays)
+            return RouteTable(n_experts=self._layout.n_experts, **arrays, **sizes)  # type: ignore[arg-type]
+        with create_table(self.folder, shapes, n_experts=self._layout.n_experts, **sizes) as mapped:
+            self._fill(mapped)
         shutil.rmtree(self._scratch)
         return load_table(self.folder)
 
@@ -64,21 +99,27 @@ class Recorder:
         assert self.folder is not None
         return self.folder / ".parts"
 
-    def _shape(self, name: str) -> tuple[tuple[int, ...], Any]:
-        """Shape and type of an array of the whole table."""
-        n_rows = sum(len(part.mask) for part in self._parts)
-        length = max(part.mask.shape[1] for part in self._parts)
-        array = getattr(self._parts[0], name)
-        layers, width = (array.shape[:1], array.shape[3:]) if array.ndim == 4 else ((), ())
-        return (*layers, n_rows, length, *width), array.dtype
+    def _part_folder(self, i: int) -> Path:
+        return self._scratch / f"{i:08d}"
+
+    def _discard_earlier(self) -> None:
+        """A table that is in the folder already is replaced: if we are interrupted, it must not pass for the new one."""
+        if self.folder is not None:
+            (self.folder / "header.json").unlink(missing_ok=True)
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _shape(self, name: str, layout: _Layout) -> tuple[int, ...]:
+        """The shape of an array of the whole table."""
+        at = sum(n for n, _ in self._shapes), max(length for _, length in self._shapes)
+        return (layout.n_layers, *at, layout.top_k) if name in _BY_LAYER else at
 
     def _fill(self, arrays: dict[str, Shaped[np.ndarray, ...]]) -> None:
         """Copy all parts, one after another."""
         row = 0
-        for part in self._parts:
-            n, length = part.mask.shape
+        for i, (n, length) in enumerate(self._shapes):
+            part = self._kept[i] if self.folder is None else load_table(self._part_folder(i))
             for name, array in arrays.items():
-                rows = array[:, row : row + n] if array.ndim == 4 else array[row : row + n]
+                rows = array[:, row : row + n] if name in _BY_LAYER else array[row : row + n]
                 _pad_and_copy(rows, getattr(part, name), length, _PADDING.get(name, 0))
                 release(array)
             row += n
@@ -88,19 +129,3 @@ def _pad_and_copy(rows: Shaped[np.ndarray, ...], part: Shaped[np.ndarray, ...], 
     at: tuple[Any, ...] = (slice(None), slice(None)) if rows.ndim == 4 else (slice(None),)
     rows[(*at, slice(None, length))] = part
     rows[(*at, slice(length, None))] = padding
-
-
-def _arrays_of(table: RouteTable) -> list[str]:
-    names = ("S", "mask", "doc", "weights", "phase", "tokens")
-    return [name for name in names if getattr(table, name) is not None]
-
-
-def _require_fit(first: RouteTable, table: RouteTable) -> None:
-    for what, a, b in (
-        ("layers", first.n_layers, table.n_layers),
-        ("experts", first.n_experts, table.n_experts),
-        ("experts per token", first.top_k, table.top_k),
-        ("arrays", ", ".join(_arrays_of(first)), ", ".join(_arrays_of(table))),
-    ):
-        if a != b:
-            raise DataError(f"The table to add does not fit: got {what} {b}, expected {a} as in the tables before.")
