@@ -11,6 +11,7 @@ import pytest
 from reports.records import a_run, write
 from stickymoe.cli import main
 from stickymoe.locality.formats import load_table, save_table
+from stickymoe.locality.measure import measure
 from stickymoe.locality.replay import allocate, miss_curve, simulate
 from stickymoe.locality.streams import Access
 from stickymoe.locality.table import RouteTable
@@ -36,7 +37,7 @@ def test_simulate_prints_and_writes_what_the_simulator_counts(made, capsys, tmp_
     out = said(capsys, "simulate", made, "--policy", "lru,belady", "--capacity", "3", "--json", tmp_path / "a.json")
     result = simulate(load_table(made), capacity=3)
     assert f"{100 * result.miss_rate:.2f}" in out
-    assert "with 3 slots a cache: " in out
+    assert "with 3 slots per cache: " in out
     (entry,) = json.loads((tmp_path / "a.json").read_text())
     assert entry["policies"]["lru"]["3"]["misses"] == [c.misses for c in result.caches]
 
@@ -48,6 +49,7 @@ def test_simulate_prints_and_writes_what_the_simulator_counts(made, capsys, tmp_
         (["--order", "decode", "--pool"], 8, {"order": "decode", "pool": True}),
         (["--share_block", "full", "--order", "decode"], 4, {"share_block": 2, "order": "decode"}),
         (["--share_block", "2"], 4, {"share_block": 2}),
+        (["--batch"], 3, {"batch": True}),
         (["--prefetch", "previous"], 3, {"prefetch": "previous"}),
         (["--prefetch", "TRACE"], 3, {"prefetch": "TRACE"}),
     ],
@@ -68,13 +70,25 @@ def test_simulate_takes_every_way_through_a_trace(made, capsys, flags, capacity,
     assert expected in [line.split() for line in out.splitlines()]
 
 
-def test_simulate_divides_slots_by_the_miss_curves(made, capsys, tmp_path):
-    said(capsys, "simulate", made, "--capacity", "3", "--chosen", "--policy", "lru", "--json", tmp_path / "a.json")
+@pytest.mark.parametrize("flag", ["--allocated", "--chosen"])
+def test_simulate_divides_slots_by_the_miss_curves(flag, made, capsys, tmp_path):
+    said(capsys, "simulate", made, "--capacity", "3", flag, "--policy", "lru", "--json", tmp_path / "a.json")
     (entry,) = json.loads((tmp_path / "a.json").read_text())
     table = load_table(made)
     slots = allocate(miss_curve(table), 6)
     assert entry["policies"]["lru"]["3"]["slots"] == slots
     assert entry["policies"]["lru"]["3"]["misses"] == [c.misses for c in simulate(table, capacity=slots).caches]
+
+
+def test_simulate_shows_the_figures_of_measure(made, capsys, tmp_path):
+    out = said(
+        capsys, "simulate", made, "--policy", "lru", "--capacity", "3", "--figures", "--json", tmp_path / "a.json"
+    )
+    measured = measure(load_table(made))
+    assert f"{measured['reuse_8']:.3f}" in out
+    (entry,) = json.loads((tmp_path / "a.json").read_text())
+    assert entry["figures"].keys() == measured.per_layer.keys()
+    assert entry["figures"]["switch_rate"] == measured.per_layer["switch_rate"].tolist()
 
 
 def test_simulate_says_what_more_slots_than_experts_do(made, capsys):
@@ -92,24 +106,24 @@ def test_simulate_takes_all_capacities_and_spaces_in_lists(made, capsys, tmp_pat
 def test_plan_answers_a_budget(made, capsys):
     budget = ["--expert_bytes", "1MB", "--device", "raspberry-pi-5"]
     out = said(capsys, "plan", made, *budget, "--memory", "6MB")
-    assert "lru with 3 slots a cache (6 MB)" in out
-    assert "experts alone counted" in out
-    assert "lru with 3 slots a cache (7 MB)" in said(
+    assert "lru with 3 slots per cache (6 MB)" in out
+    assert "only experts are counted" in out
+    assert "lru with 3 slots per cache (7 MB)" in said(
         capsys, "plan", made, *budget, "--memory", "7MB", "--other_bytes", "1000KB"
     )
     assert "No cache fits 1 MB" in said(capsys, "plan", made, *budget, "--memory", "1MB")
     assert "No cache reaches 1e+06 tokens/s" in said(capsys, "plan", made, *budget, "--tokens_per_s", "1e6")
-    assert "◂" in said(capsys, "plan", made, *budget, "--chosen", "--warm")
+    assert "◂" in said(capsys, "plan", made, *budget, "--allocated", "--warm")
 
 
 def test_plan_chooses_a_run_by_memory_alone(capsys, tmp_path):
     runs = [write(a_run({"name": "soft", "lam": lam}, ppl=ppl), tmp_path, words=("one",)) for lam, ppl in RUNS]
     out = said(capsys, "plan", *runs, "--device", "raspberry-pi-5")
-    assert "The lowest perplexity whose smallest useful cache fits 8 GB has soft λ=0.2." in out
+    assert "soft λ=0.2 has the lowest perplexity of the runs whose smallest useful cache fits 8 GB." in out
     out = said(capsys, "plan", *runs, "--device", "raspberry-pi-5", "--memory", "1MB")
     assert "No run meets the budget." in out
     for lam, _ in RUNS:
-        assert f"soft λ={lam}: No cache fits 1 MB: the smallest, 2 slots a cache, takes" in out
+        assert f"soft λ={lam}: No cache fits 1 MB: the smallest, 2 slots per cache, needs" in out
 
 
 def test_a_run_that_shares_its_experts_is_replayed_so(capsys, tmp_path):
@@ -131,7 +145,7 @@ def test_convert_writes_a_folder_that_simulate_takes(capsys, tmp_path):
     meta = json.dumps({"num_experts": 4})
     np.savez(tmp_path / "a.npz", experts=np.zeros((1, 5, 1), np.int16), meta=meta)
     out = said(capsys, "trace", "convert", tmp_path / "a.npz", tmp_path / "out")
-    assert "1 layers, 1 × 5 tokens (5 whole), 4 experts, top-1" in out
+    assert "1 layers, 1 × 5 tokens (5 real), 4 experts, top-1" in out
     assert said(capsys, "simulate", tmp_path / "out", "--capacity", "1") == said(
         capsys, "simulate", tmp_path / "a.npz", "--capacity", "1"
     ).replace("a.npz", "out")
@@ -146,24 +160,27 @@ def test_convert_writes_a_folder_that_simulate_takes(capsys, tmp_path):
         (["simulate", "TRACE", "--share_block", "some"], r"--share_block: got 'some'"),
         (["simulate", "TRACE", "--share_block", "9"], r"share_block: got 9, expected at most the 2 layers"),
         (["simulate", "TRACE", "--prefetch", "previous", "--policy", "belady"], r"belady bounds policies"),
-        (["simulate", "TRACE", "OTHER"], r"cannot be compared: experts 8 there, 4 here"),
+        (["simulate", "TRACE", "OTHER"], r"cannot be compared: experts are 8 there, 4 here"),
         (["simulate", "nowhere"], r"nowhere is not a folder: expected a run folder"),
-        (["simulate", "TEXT"], r"is of no known trace format\. Known: .*bigmoeonedge, cacheable-by-design"),
+        (["simulate", "TEXT"], r"has no known trace format\. Known: .*bigmoeonedge, cacheable-by-design"),
         (["simulate"], r"TRACE"),
         (["plan", "TRACE", "--expert_bytes", "1MB"], r"--device"),
         (["plan", "TRACE", "--device", "rtx-4090"], r"does not say how large an expert is"),
         (["plan", "TRACE", "--device", "rtx-409"], r"Unknown device 'rtx-409'. Did you mean 'rtx-4090'"),
         (["plan", "TRACE", "--device", "BROKEN"], r"load_bandwidth is missing"),
         (["plan", "TRACE", "--device", "rtx-4090", "--memory", "lots"], r"--memory: got 'lots'"),
-        (["plan", "TRACE", "--device", "rtx-4090", "--tokens_per_s", "-1"], r"--tokens_per_s: got -1.0"),
+        (["plan", "TRACE", "--device", "rtx-4090", "--tokens_per_s", "-1"], r"tokens_per_s: got -1.0"),
         (["plan", "TRACE", "--device", "rtx-4090", "--memory", ""], r"--memory: got ''"),
         (
             ["plan", "TRACE", "--device", "rtx-4090", "--expert_bytes", "0.5"],
             r"expert_bytes: got 0.5, expected a number ≥ 1",
         ),
-        (["plan", "TRACE", "TRACE", "--device", "rtx-4090"], r"has no perplexity: runs are chosen among run folders"),
+        (
+            ["plan", "TRACE", "TRACE", "--device", "rtx-4090"],
+            r"has no perplexity: to choose among several, pass run folders",
+        ),
         (["trace", "covert"], r"Unknown trace command 'covert'. Did you mean 'convert'"),
-        (["trace", "convert", "TEXT", "OUT"], r"is of no known trace format"),
+        (["trace", "convert", "TEXT", "OUT"], r"has no known trace format"),
         (["trace", "convert", "TEXT", "OUT", "--format", "vllm"], r"Unknown trace format 'vllm'. Known: bigmoeonedge"),
         (["trace", "make", "OUT", "--top_k", "99"], r"top_k: got 99, expected at most n_experts=64"),
         (["trace", "make", "TEXT"], r"cannot be written"),
@@ -191,11 +208,11 @@ def test_refused_in_one_line(argv, says, made, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["trace", "make", "TRACE"], r"trace holds a trace, which would be overwritten\. Choose another folder"),
-        (["trace", "make", "RUN/routes"], r"holds a trace, which would be overwritten"),
-        (["trace", "make", "RUN"], r"holds a run, which would be overwritten"),
-        (["trace", "make", "RUN/new"], r"holds a run, which would be overwritten"),
-        (["trace", "convert", "TRACE/S.npy", "TRACE"], r"holds a trace, which would be overwritten"),
+        (["trace", "make", "TRACE"], r"trace already has a trace\. Choose another folder"),
+        (["trace", "make", "RUN/routes"], r"already has a trace"),
+        (["trace", "make", "RUN"], r"already has a run"),
+        (["trace", "make", "RUN/new"], r"already has a run"),
+        (["trace", "convert", "TRACE/S.npy", "TRACE"], r"already has a trace"),
         (["simulate", "TRACE", "--json", "RUN/record.json"], r"record\.json would be written into a run folder"),
         (["device", "rtx-4090", "--out", "RUN/config.yaml"], r"config\.yaml would be written into a run folder"),
     ],
@@ -213,8 +230,8 @@ def test_nothing_that_is_there_is_overwritten(argv, says, made, capsys, tmp_path
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        (a_run("dense"), r"a dense model has no experts, so nothing is routed"),
-        (a_run("soft", status="interrupted"), r"the run is interrupted.*stickymoe train --resume --out \S+ goes on"),
+        (a_run("dense"), r"a dense model has no experts, so it has no routes"),
+        (a_run("soft", status="interrupted"), r"the run is interrupted.*stickymoe train --resume --out \S+ resumes it"),
     ],
 )
 def test_a_run_without_routes_says_why(run, says, capsys, tmp_path):
@@ -222,16 +239,16 @@ def test_a_run_without_routes_says_why(run, says, capsys, tmp_path):
     assert re.search(says, capsys.readouterr().err)
 
 
-def test_plan_tells_the_loads_that_a_speed_leaves_time_for(made, capsys, tmp_path):
+def test_plan_shows_the_loads_that_a_speed_leaves_time_for(made, capsys, tmp_path):
     device = tmp_path / "slow.yaml"
     device.write_text("name: slow\nfast_memory: 1GB\nload_bandwidth: 1GB\nload_latency_ms: 1\ncompute_bandwidth: 1GB\n")
     asked = ["plan", made, "--device", device, "--expert_bytes", "1MB"]
-    told = "an expert is 1 MB and loads in 2 ms; a token computes for 4 ms"  # 2 layers, 2 experts a token
-    assert f"{told}\n" in said(capsys, *asked)
-    assert f"{told}: 100 tokens/s leave time for 1.5 loads per token and layer\n" in said(
+    note = "an expert has 1 MB and loads in 2 ms; computing a token takes 4 ms"  # 2 layers, 2 experts a token
+    assert f"{note}\n" in said(capsys, *asked)
+    assert f"{note}; at 100 tokens/s there is time for 1.5 loads per token and layer\n" in said(
         capsys, *asked, "--tokens_per_s", 100
     )
-    assert f"{told}: 1,000 tokens/s leave no time for loads\n" in said(capsys, *asked, "--tokens_per_s", 1000)
+    assert f"{note}; at 1,000 tokens/s there is no time for loads\n" in said(capsys, *asked, "--tokens_per_s", 1000)
 
 
 def test_a_truncated_trace_is_refused(made, capsys, tmp_path):
@@ -239,4 +256,4 @@ def test_a_truncated_trace_is_refused(made, capsys, tmp_path):
     save_table(load_table(made), broken)
     (broken / "S.npy").write_bytes((broken / "S.npy").read_bytes()[:-1])
     assert main(["simulate", str(broken)]) == 2
-    assert "S.npy is missing or damaged" in capsys.readouterr().err
+    assert "S.npy is damaged: its header describes" in capsys.readouterr().err

@@ -21,7 +21,7 @@ def plain_accesses(draw, table):
     return Access(
         order=draw(st.sampled_from(["layer", "decode"])),
         pool=draw(st.booleans()),
-        share_block=draw(st.none() | st.integers(1, table.n_layers)),
+        share_block=draw(st.sampled_from([None, "full", *range(1, table.n_layers + 1)])),
         warm=draw(st.booleans()),
         top1=draw(st.booleans()),
     )

@@ -306,6 +306,7 @@ def test_no_index_wraps():
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     table = RouteTable(S=np.zeros((1, 2, 3, 1), np.uint8), n_experts=4, mask=np.ones((2, 3), bool))
+    arrays = {"S": (table.S.shape, table.S.dtype), "mask": (table.mask.shape, np.bool_)}
     (tmp_path / "S.npy").mkdir()  # in the way of the array
     says = rf"^{tmp_path} cannot be written \(Is a directory\)\.$"
     with pytest.raises(DataError, match=says):

@@ -86,7 +86,7 @@ def test_every_layer_has_its_own_bytes(data):
 
 def test_bytes_are_those_given_or_those_of_the_table():
     known = table(expert_bytes=(10, 30), other_bytes=5)
-    assert Sizes.of(known) == Sizes((10, 30), 5.0)
+    assert Sizes.of(known) == Sizes((10.0, 30.0), 5.0)
     assert Sizes.of(known, expert=4.0, other=2.0) == Sizes((4.0, 4.0), 2.0)
     assert Sizes.of(table()).other == 0.0
     says = r"^The trace does not say how large an expert is: pass expert_bytes, such as 14MB\.$"
@@ -221,7 +221,5 @@ def test_useful_leaves_out_caches_that_cannot_hold_a_token():
 def test_allocated_points_have_the_slots_of_allocate():
     uneven = table(shape=(3, 2, 40, 2))
     curve = miss_curve(uneven, access=Access(order="decode"))
-    points = cache_points(
-        uneven, curve, DEVICE, Sizes.of(uneven), access=Access(order="decode"), allocated=True
-    )
+    points = cache_points(uneven, curve, DEVICE, Sizes.of(uneven), access=Access(order="decode"), allocated=True)
     assert [list(p.slots) for p in points] == [allocate(curve, 3 * C) for C in range(1, 7)]

@@ -124,7 +124,6 @@ def test_static_keeps_the_most_frequent_and_counts_its_load():
 
 @pytest.mark.parametrize("policy", policy_names(online=False))
 def test_a_policy_that_knows_the_trace_must_be_given_it(policy):
-    with pytest.raises(
-        StickyError, match=rf"^policy: '{policy}' must know the trace: pass requests=…, or choose another policy\.$"
-    ):
+    says = rf"^policy: '{policy}' must know the trace: pass requests=…, or choose another policy\.$"
+    with pytest.raises(StickyError, match=says):
         Cache(policy=policy, capacity=2)

@@ -200,7 +200,7 @@ def test_a_trace_of_decoded_tokens_only_needs_no_phase(data, C, policy):
 
 
 def test_a_prompt_of_one_text_asks_once_for_each_expert():
-    """Three prompt tokens use experts 0, 1, 0; then 0 is decoded. Padding and the next text are requests of their own."""
+    """Three prompt tokens use experts 0, 1, 0; then 0 is decoded. Padding asks for nothing; a text ends a prompt."""
     table = RouteTable(
         S=np.array([[[[0], [1], [0], [0], [2]], [[0], [1], [0], [1], [1]]]]),
         n_experts=3,

@@ -88,9 +88,7 @@ def test_loads_that_a_speed_leaves_time_for():
 
 
 def test_a_plan_shows_the_chosen_capacities_the_knee_and_the_answer():
-    found = plan(
-        table(n_experts=64, shape=(4, 1, 40, 8)), DEVICE, memory=28.0, policies=["lru"], expert_bytes=1.0
-    )
+    found = plan(table(n_experts=64, shape=(4, 1, 40, 8)), DEVICE, memory=28.0, policies=["lru"], expert_bytes=1.0)
     rows = report.plan_table(found, [8, 64]).rows
     bend, answer = knee(found.points["lru"]), found.answer.point
     assert len(rows) == len({8, 64, answer.slots[0], bend.slots[0]})

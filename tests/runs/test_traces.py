@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 
 from reports.records import a_run, write
+from stickymoe.cli import main
 from stickymoe.errors import StickyError
 from stickymoe.locality.formats import load_table, save_table
+from stickymoe.locality.plan import plan
 from stickymoe.locality.table import RouteTable
+from stickymoe.runs.config import RunConfig
+from stickymoe.runs.record import RunRecord
 from stickymoe.runs.settings import config_from
 from stickymoe.runs.traces import Trace, expert_bytes, open_traces, parse_sharing
 from stickymoe.training.build import build_model
@@ -79,6 +83,28 @@ def test_bytes_of_an_old_run_are_those_of_its_model(model):
     """A run of version 0.1 has no measured sizes: those from the config equal what the model measures."""
     config = config_from({"preset": "tiny", "model": model}, [])
     assert set(build_model(config, 300).expert_bytes()) == {expert_bytes(config.model)}
+
+
+def test_the_bytes_of_a_trained_run_are_measured_and_planned_with(corpus, tmp_path):
+    """The recommended router has three gates for each layer: an account of one gate counts too little."""
+    folder = tmp_path / "run"
+    sizes = ["--model.d_model", "16", "--model.d_ff", "16", "--model.seq_len", "16", "--data.vocab_size", "300"]
+    steps = ["--train.steps", "2", "--train.eval_every", "2", "--data.path", str(corpus)]
+    assert main(["train", "--preset", "tiny", "--recommended", "--quiet", *sizes, *steps, "--out", str(folder)]) == 0
+    record = RunRecord.read(folder / "record.json")
+    config = RunConfig.from_dict(record.config)
+    model = build_model(config, record.data["vocab_size"])
+    parameters = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    experts = sum(size for name, size in parameters.items() if ".experts." in name)
+    other = sum(parameters.values()) - experts
+    assert sum("gate" in name for name in parameters) == 3 * config.model.n_layers
+    assert record.sizes["other_bytes"] == other
+    assert sum(record.sizes["expert_bytes"]) * config.model.pool_size == experts
+    (trace,) = open_traces([folder])
+    assert trace.table.other_bytes == load_table(folder / "routes").other_bytes == other
+    assert list(trace.table.expert_bytes) == record.sizes["expert_bytes"]
+    one_slot = plan(trace.table, "raspberry-pi-5", policies=["lru"]).points["lru"][0]
+    assert one_slot.memory == other + sum(record.sizes["expert_bytes"])
 
 
 def test_an_old_run_knows_its_experts_and_not_the_rest(tmp_path):

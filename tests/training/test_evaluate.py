@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+import stickymoe
 from stickymoe.data.tokens import TokenSplit
 from stickymoe.errors import DataError
 from stickymoe.locality.metrics import switch_rate
@@ -22,6 +25,7 @@ from stickymoe.runs.config import EvalConfig, RunConfig
 from stickymoe.training.build import build_model
 from stickymoe.training.evaluate import evaluate
 
+ROOT = Path(__file__).parents[2]
 V, T = 300, 16
 BYTES = np.random.default_rng(3).integers(1, 9, V)
 
@@ -142,6 +146,44 @@ def test_the_table_holds_every_token_and_its_metrics(small: Callable[..., RunCon
     assert "cache_hit_rate_all_c2" not in got.metrics
     shares = [got.per_layer[f"utilisation_{i}"] for i in range(4)]
     assert np.sum(shares, axis=0) == pytest.approx([1.0, 1.0])
+
+
+def test_the_metrics_of_published_records_keep_their_names(small: Callable[..., RunConfig]) -> None:
+    records = [json.loads(path.read_text()) for path in (ROOT / "results/paper").glob("*/*/record.json")]
+    routed = [record for record in records if record["per_layer"]]
+    assert len(routed) > 10
+    losses_and_loop = {"bal", "cons", "hard", "best_ppl", "best_step"}
+    config = replace(small(), eval=EvalConfig(batch_size=2))
+    got = evaluate(model_of(config), split(50), config, BYTES)
+    for record in routed:
+        assert set(record["metrics"]) - losses_and_loop <= set(got.metrics)
+        assert set(record["per_layer"]) <= set(got.per_layer)
+
+
+def test_evaluation_measures_what_measure_does(small: Callable[..., RunConfig]) -> None:
+    config = replace(small(), eval=EvalConfig(batch_size=3, capacities=(2, 3)))
+    got = evaluate(model_of(config), split(60), config, BYTES)
+    assert got.table is not None
+    measured = stickymoe.measure(got.table)
+    for name, value in measured.values.items():
+        assert got.metrics[name] == (None if math.isnan(value) else value)
+    for name, layers in measured.per_layer.items():
+        assert got.per_layer[name] == [None if math.isnan(value) else value for value in layers.tolist()]
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "siblings", "two_speed"])
+def test_the_table_has_the_bytes_of_the_parameters(small: Callable[..., RunConfig], variant: str) -> None:
+    """Whatever a router brings: siblings have three gates for each layer."""
+    config = small(variant=variant)
+    model = model_of(config)
+    got = evaluate(model, split(40), config, BYTES).table
+    assert got is not None
+    assert got.expert_bytes is not None
+    assert got.other_bytes is not None
+    in_all = sum(p.numel() * p.element_size() for p in model.parameters())
+    experts = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if ".experts." in name)
+    assert got.other_bytes == in_all - experts
+    assert sum(got.expert_bytes) * config.model.pool_size == experts
 
 
 def test_the_dense_control_routes_nothing(small: Callable[..., RunConfig]) -> None:

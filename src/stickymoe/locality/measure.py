@@ -31,9 +31,9 @@ class Measurement:
     """
 
     per_layer: Mapping[str, Float[np.ndarray, " L"]]
-    values: Mapping[str, float]
+    values: Mapping[str, float | int]
 
-    def __getitem__(self, name: str) -> float:
+    def __getitem__(self, name: str) -> float | int:
         return self.values[name]
 
 
@@ -64,7 +64,7 @@ def measure(
     }
     if topics is not None:
         per_layer["topic_information"] = coherence.topic_information_above_chance_by_layer(table, topics)
-    values = {name: float(layers.mean()) for name, layers in per_layer.items()}
+    values: dict[str, float | int] = {name: float(layers.mean()) for name, layers in per_layer.items()}
     values |= {f"pool_hit_rate_c{C}": _pool_hit_rate(table, C) for C in capacities}
     values["neglected_experts"] = m.neglected_experts(table)
     shares = m.utilisation_by_layer(table)

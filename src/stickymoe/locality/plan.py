@@ -117,8 +117,8 @@ def plan(
     """
     device = load_device(device) if isinstance(device, str) else device
     access = access or Access(order="decode")
-    sizes = Sizes.of(table, expert_bytes, other_bytes)
     budget = Budget(device.fast_memory if memory is None else memory, tokens_per_s)
+    sizes = Sizes.of(table, expert_bytes, other_bytes)
     points = {}
     for policy in policies:
         curve = miss_curve(table, policy=policy, access=access)

@@ -1,6 +1,6 @@
 """Cache policies: which resident entry is evicted. One definition serves `Cache` and the compiled replay.
 
-A policy is a class with up to three functions, which numba compiles:
+A policy is a class with up to three static functions, which numba compiles:
 
     used(s, e, new)   entry e was requested and is resident; `new` if this request loaded it
     victim(s)         the entry to evict, never one that the request being served needs
@@ -14,11 +14,13 @@ A policy is a class with up to three functions, which numba compiles:
     class MRU:
         \"\"\"Evicts the entry that was used last.\"\"\"
 
+        @staticmethod
         def used(s, e, new):
             if not new:
                 unlink(s, e)
             append(s, e)
 
+        @staticmethod
         def victim(s): ...
 """
 
@@ -159,17 +161,18 @@ def register_policy(name: str, *, knows: Knowledge | None = None) -> Callable[[t
     def register(cls: type) -> type:
         if name in _POLICIES:
             raise ConfigError(f"Policy '{name}' is registered twice.")
+        functions: dict[str, Any] = {role: getattr(cls, role, None) for role in ("used", "victim", "forget")}
         for required in ("used", "victim"):
-            if required not in vars(cls):
+            if functions[required] is None:
                 raise ConfigError(f"Policy '{name}': {cls.__name__} has no function '{required}'.")
         _POLICIES[name] = Policy(
             name=name,
             description=" ".join((cls.__doc__ or "").split()),
             knows=knows,
-            used=njit(vars(cls)["used"]),
-            victim=njit(vars(cls)["victim"]),
-            forget=njit(vars(cls).get("forget", _forget_nothing)),
-            source=_digest(vars(cls)["used"]),
+            used=njit(functions["used"]),
+            victim=njit(functions["victim"]),
+            forget=njit(functions["forget"] or _forget_nothing),
+            source=_digest(functions["used"]),
         )
         return cls
 
@@ -206,17 +209,20 @@ def policy_names(*, online: bool | None = None) -> tuple[str, ...]:
 class LRU:
     """Evicts the entry that was used longest ago."""
 
-    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+    @staticmethod
+    def used(s: Any, e: int, new: bool) -> None:
         if not new:
             if s[OLDER, s.shape[1] - 1] == e:
                 return
             unlink(s, e)
         append(s, e)
 
-    def victim(s: Any) -> int:  # noqa: N805
+    @staticmethod
+    def victim(s: Any) -> int:
         return oldest(s)
 
-    def forget(s: Any, e: int) -> None:  # noqa: N805
+    @staticmethod
+    def forget(s: Any, e: int) -> None:
         unlink(s, e)
 
 
@@ -228,13 +234,15 @@ class LFU:
     ago does not stay for ever. Among equal values, it evicts the entry that was used longest ago.
     """
 
-    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+    @staticmethod
+    def used(s: Any, e: int, new: bool) -> None:
         s[USES, e] = 1 if new else s[USES, e] + 1
         s[VAR, CLOCK] += 1
         s[SCORE, s[SLOT, e]] = s[USES, e] + s[VAR, AGE]
         s[STAMP, s[SLOT, e]] = s[VAR, CLOCK]
 
-    def victim(s: Any) -> int:  # noqa: N805
+    @staticmethod
+    def victim(s: Any) -> int:
         e = lowest(s, True)
         s[VAR, AGE] = s[SCORE, s[SLOT, e]]
         return e
@@ -244,14 +252,17 @@ class LFU:
 class FIFO:
     """Evicts the entry that was loaded longest ago."""
 
-    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+    @staticmethod
+    def used(s: Any, e: int, new: bool) -> None:
         if new:
             append(s, e)
 
-    def victim(s: Any) -> int:  # noqa: N805
+    @staticmethod
+    def victim(s: Any) -> int:
         return oldest(s)
 
-    def forget(s: Any, e: int) -> None:  # noqa: N805
+    @staticmethod
+    def forget(s: Any, e: int) -> None:
         unlink(s, e)
 
 
@@ -262,12 +273,14 @@ class Sieve:
     Zhang et al., "SIEVE is Simpler than LRU", NSDI 2024. The hand clears the mark of the entries it passes.
     """
 
-    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+    @staticmethod
+    def used(s: Any, e: int, new: bool) -> None:
         s[MARK, e] = not new
         if new:
             append(s, e)
 
-    def victim(s: Any) -> int:  # noqa: N805
+    @staticmethod
+    def victim(s: Any) -> int:
         end = s.shape[1] - 1
         e = s[VAR, HAND] if s[VAR, HAND] != end else s[NEWER, end]
         while s[PINNED, e] or s[MARK, e]:
@@ -277,7 +290,8 @@ class Sieve:
         s[VAR, HAND] = e
         return e  # type: ignore[no-any-return]
 
-    def forget(s: Any, e: int) -> None:  # noqa: N805
+    @staticmethod
+    def forget(s: Any, e: int) -> None:
         if s[VAR, HAND] == e:
             s[VAR, HAND] = s[NEWER, e]
         unlink(s, e)
@@ -287,10 +301,12 @@ class Sieve:
 class Static:
     """Evicts the entry with the fewest uses in the whole trace; among equals the one with the highest index."""
 
-    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+    @staticmethod
+    def used(s: Any, e: int, new: bool) -> None:
         s[SCORE, s[SLOT, e]] = s[HINT, e]
 
-    def victim(s: Any) -> int:  # noqa: N805
+    @staticmethod
+    def victim(s: Any) -> int:
         return lowest(s, False)
 
 
@@ -298,8 +314,10 @@ class Static:
 class Belady:
     """Evicts the entry whose next use is farthest in the future: no policy that loads on demand misses less."""
 
-    def used(s: Any, e: int, new: bool) -> None:  # noqa: N805
+    @staticmethod
+    def used(s: Any, e: int, new: bool) -> None:
         s[SCORE, s[SLOT, e]] = -s[HINT, e]
 
-    def victim(s: Any) -> int:  # noqa: N805
+    @staticmethod
+    def victim(s: Any) -> int:
         return lowest(s, False)

@@ -103,7 +103,7 @@ class Recorder:
         return self._scratch / f"{i:08d}"
 
     def _discard_earlier(self) -> None:
-        """A table that is in the folder already is replaced: if we are interrupted, it must not pass for the new one."""
+        """Discard what the folder has: after an interruption, an earlier table must not pass for the new one."""
         if self.folder is not None:
             (self.folder / "header.json").unlink(missing_ok=True)
             shutil.rmtree(self._scratch, ignore_errors=True)

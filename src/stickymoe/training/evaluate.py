@@ -118,5 +118,5 @@ def _evaluation_mode(model: GPT) -> Iterator[None]:
         model.train(training)
 
 
-def _number(x: float) -> float | None:
+def _number(x: float | int) -> float | int | None:
     return None if not math.isfinite(x) else x if isinstance(x, int) else float(x)
