@@ -104,7 +104,6 @@ def _bigmoe_rows(lines: list[str], path: Path) -> _Rows:
         if missing:
             raise DataError(f"{path}: column {missing[0]} is missing, expected {', '.join(_BIGMOE_COLUMNS)}.")
         for row in table:
-            number += 1
             parsed.append([*(_integer(row[c]) for c in _BIGMOE_COLUMNS[:-1]), _weight(row["weight"])])
     except csv.Error as e:
         raise DataError(f"{path} is damaged: {reason(e)}.") from e
