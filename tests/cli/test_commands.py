@@ -292,7 +292,7 @@ class TestSettings:
 
     def test_a_file_that_is_not_text(self, refused: Refused, tmp_path: Path) -> None:
         (tmp_path / "c.yaml").write_bytes(b"seed: \xff\xfe")
-        refused("train", "--config", tmp_path / "c.yaml", match=r"c\.yaml is not YAML")
+        refused("train", "--config", tmp_path / "c.yaml", match=r"c\.yaml is damaged: it is not UTF-8 text")
 
     def test_a_folder_instead_of_a_file(self, refused: Refused, tmp_path: Path) -> None:
         refused("train", "--config", tmp_path, match=r"cannot be read \(Is a directory\)")
