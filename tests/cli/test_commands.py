@@ -670,7 +670,7 @@ class TestEval:
         refused("eval", finished, match=r"gone' does not exist")
         assert main(["eval", str(finished), "--data.path", str(corpus)]) == 0
         other = write_corpus(tmp_path / "other", train=TestText.ROWS, valid=TestText.ROWS)
-        refused("eval", finished, "--data.path", other, match=r"other data.*--data\.path")
+        refused("eval", finished, "--data.path", other, match=r"trained on data with fingerprint.*--data\.path")
 
     @pytest.mark.parametrize(
         ("path", "value"),
