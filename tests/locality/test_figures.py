@@ -180,8 +180,8 @@ def test_a_figure_for_each_document_alone():
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
-        (lambda t: figures.domain_specialisation(t), r"^The trace knows no documents"),
-        (lambda t: figures.vocabulary_specialisation(t), r"^The trace knows no token ids"),
+        (lambda t: figures.domain_specialisation(t), r"^The trace has no documents"),
+        (lambda t: figures.vocabulary_specialisation(t), r"^The trace has no token ids"),
         (lambda t: figures.reuse_by_lag(t, [0]), r"^lag: got 0"),
         (lambda t: figures.working_set(t, [0]), r"^window: got 0"),
         (lambda t: figures.segment_cache_by_layer(t, 4, 0), r"^capacity: got 0, expected at least the 1 experts"),

@@ -52,7 +52,6 @@ def measured_tables(draw):
     return RouteTable(**fields), topics
 
 
-@pytest.mark.filterwarnings("ignore:Mean of empty slice")
 @costly
 @given(measured_tables(), st.sets(st.integers(1, 4), max_size=2))
 def test_every_name_is_its_definition(case, capacities):

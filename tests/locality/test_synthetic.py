@@ -66,7 +66,7 @@ def test_the_same_seed_gives_the_same_trace_whatever_the_blocks(tmp_path, monkey
     [
         ({"n_experts": 0}, r"^n_experts: got 0, expected a whole number ≥ 1"),
         ({"top_k": 65}, r"^top_k: got 65, expected at most n_experts=64"),
-        ({"stickiness": 1.5}, r"^stickiness: got 1\.5, expected a chance in \[0, 1\]"),
+        ({"stickiness": 1.5}, r"^stickiness: got 1\.5, expected a probability in \[0, 1\]"),
         ({"skew": -1.0}, r"^skew: got -1\.0"),
         ({"length": 0}, r"^length: got 0"),
         ({"seed": -1}, r"^seed: got -1"),

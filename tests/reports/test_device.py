@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from reports.records import a_run, write
 from stickymoe.locality.devices import load_device
-from stickymoe.locality.formats import load_table
+from stickymoe.locality.formats import load_table, save_table
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.streams import Access
 from stickymoe.reports.collection import collect
@@ -32,14 +34,24 @@ def test_curves_and_words_are_the_simulators(tmp_path):
     best = min(("lru", "lfu"), key=rates.__getitem__)
     ((label, words),) = section.summaries
     assert label == "vanilla"
-    assert f"with 3 slots a cache: {rates[best]:.1%} misses ({best}), Belady {rates['belady']:.1%}" in words
+    assert f"with 3 slots per cache: {rates[best]:.1%} misses ({best}), Belady {rates['belady']:.1%}" in words
     dashed = section.figures[0][3].to_dict()["encoding"]["strokeDash"]["scale"]
     assert dashed["domain"] == ["lru", "lfu", "belady"]
     assert len({tuple(dash) for dash in dashed["range"]}) == 3
-    assert "2 slots a cache" in words  # half of the experts fit
-    assert section.budget == pytest.approx(4 * 2 * costs.trace.expert_bytes + costs.trace.other_bytes)
+    assert "2 slots per cache" in words  # half of the experts fit
+    assert section.budget == pytest.approx(4 * 2 * costs.trace.table.expert_bytes[0])
     (_, _, caption, _) = section.figures[1]
-    assert caption.endswith("All weights count, in fp32.")
+    assert caption.endswith("All weights are counted; of vanilla only the experts.")
+
+
+def test_measured_bytes_count_what_is_always_resident(tmp_path):
+    run = write(a_run("vanilla"), tmp_path, words=("one", "two"))
+    save_table(replace(load_table(run / "routes"), expert_bytes=(10, 20, 30, 40), other_bytes=7), run / "routes")
+    section = on_device(group_of(tmp_path), PI, memory=None)
+    assert section.budget == pytest.approx(2 * (10 + 20 + 30 + 40) + 7)
+    assert [p.memory for p in section.costs["vanilla"].points] == [C * 100 + 7 for C in (1, 2, 3, 4)]
+    (_, _, caption, _) = section.figures[1]
+    assert caption.endswith("All weights are counted.")
 
 
 def test_a_budget_below_one_slot_is_said_to_fit_nothing(tmp_path):

@@ -1,6 +1,6 @@
-"""Figures of locality beyond the switch rate: reuse, working sets, runs, segment consistency, specialisation.
+"""Locality metrics beyond the switch rate: reuse, working sets, runs, segment consistency, specialisation.
 
-All are per layer, stay inside documents and count real tokens only; a figure over nothing is NaN.
+All are per layer, never cross a document border, and count real tokens only. A metric over nothing is NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def documents(table: RouteTable) -> Int64[np.ndarray, "B T"]:
 
 
 def reuse_by_lag(table: RouteTable, lags: Sequence[int] = (1, 2, 4, 8, 16)) -> Float[np.ndarray, "L lags"]:
-    """Share of a token's experts that were also chosen `lag` tokens earlier."""
+    """Fraction of a token's experts that were also chosen `lag` tokens earlier."""
     unit = documents(table)
     out = np.full((table.n_layers, len(lags)), np.nan)
     for column, lag in enumerate(lags):
@@ -36,7 +36,7 @@ def reuse_by_lag(table: RouteTable, lags: Sequence[int] = (1, 2, 4, 8, 16)) -> F
 
 
 def run_lengths(table: RouteTable) -> Int64[np.ndarray, "L lengths"]:
-    """How many runs of n tokens keep their heaviest expert: a count for every n from 0 to T."""
+    """Number of runs of n tokens with the same heaviest expert, for every n from 0 to T."""
     T = table.S.shape[2]
     joined = table.pairs
     counts = np.zeros((table.n_layers, T + 1), np.int64)
@@ -50,14 +50,14 @@ def run_lengths(table: RouteTable) -> Int64[np.ndarray, "L lengths"]:
 
 
 def mean_run_length_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
-    """Tokens for which the heaviest expert stays, on average."""
+    """Mean number of tokens for which the heaviest expert stays the same."""
     counts = run_lengths(table)
     with np.errstate(invalid="ignore"):
         return np.asarray(counts @ np.arange(counts.shape[1]) / counts.sum(1))
 
 
 def working_set(table: RouteTable, windows: Sequence[int] = (1, 4, 16, 64, 256)) -> Float[np.ndarray, "L windows"]:
-    """Different experts in use within `window` adjacent tokens, on average over all such windows."""
+    """Mean number of different experts that `window` adjacent tokens use."""
     return np.stack([_working_set(_segment_uses(table, window)) for window in windows], axis=1)
 
 
@@ -68,7 +68,7 @@ def _working_set(uses: Int64[np.ndarray, "L counts"]) -> Float[np.ndarray, " L"]
 
 
 def _segment_uses(table: RouteTable, window: int) -> Int64[np.ndarray, "L counts"]:
-    """How many (segment, expert) pairs have 0 … `window` uses, over all segments; last, how many segments."""
+    """Number of (segment, expert) pairs with 0 … `window` uses; the last column is the number of segments."""
     require(window >= 1, "window", window, "a whole number ≥ 1")
     unit = documents(table)
     out = np.zeros((table.n_layers, window + 2), np.int64)
@@ -78,11 +78,12 @@ def _segment_uses(table: RouteTable, window: int) -> Int64[np.ndarray, "L counts
 
 
 def segment_routing_by_layer(table: RouteTable, window: int) -> Float[np.ndarray, " L"]:
-    """SRP: how well a fixed group of experts per segment can stand in for the router, as the best F1.
+    """SRP: how well a fixed group of experts per segment can replace the router, as the best F1.
 
     Segment Routing Best Performance of Liang et al., "Not All Models Suit Expert Offloading" (arXiv 2505.16056; code
-    ljcleo/moe-lrc, src/30_srp_calc.py and 31_srp_refine.py): over all segments of `window` tokens, an expert is kept
-    for a whole segment if it has at least τ uses there; F1 of kept against chosen, for the best τ of the layer.
+    ljcleo/moe-lrc, src/30_srp_calc.py and 31_srp_refine.py). In each segment of `window` tokens, an expert is kept for
+    the whole segment if it has at least τ uses there. The metric is the F1 of kept against chosen experts, over all
+    segments, for the best τ of the layer.
     """
     uses = _segment_uses(table, window)[:, :-1]
     counts = np.arange(window + 1)
@@ -93,10 +94,11 @@ def segment_routing_by_layer(table: RouteTable, window: int) -> Float[np.ndarray
 
 
 def segment_cache_by_layer(table: RouteTable, window: int, capacity: int) -> Float[np.ndarray, " L"]:
-    """SCH: hit rate of a cache that sees `window` tokens, this one included, and evicts what they use least.
+    """SCH: hit rate of a cache that sees `window` tokens, this one included, and evicts the expert they use least.
 
-    Segment Cache Best Hit Rate of the same study (src/41_sch_calc.py), under our request semantics: members are pinned,
-    of equals the expert used longest ago goes, caches start cold with every sequence or document.
+    Segment Cache Best Hit Rate of the same study (src/41_sch_calc.py), with the requests of `serving`: members are
+    pinned, and caches start cold with every sequence or document. Among experts with equally few uses, the cache evicts
+    the one that was used longest ago.
     """
     require(window >= 1, "window", window, "a whole number ≥ 1")
     require(capacity >= table.top_k, "capacity", capacity, f"at least the {table.top_k} experts of a token")
@@ -116,24 +118,24 @@ def by_domain(
     table: RouteTable,
     domain: Integer[np.ndarray, "B T"] | None = None,
 ) -> dict[int, Float[np.ndarray, ...]]:
-    """A figure for each domain, or document, alone: as if the other tokens were not there."""
+    """A metric of each domain, or of each document, with the tokens of all others masked."""
     of = _domains(table) if domain is None else domain
     return {int(d): figure(dataclasses.replace(table, mask=table.mask & (of == d))) for d in np.unique(of[table.mask])}
 
 
 def _domains(table: RouteTable) -> Integer[np.ndarray, "B T"]:
     if table.doc is None:
-        raise ConfigError("The trace knows no documents: give each token's domain.")
+        raise ConfigError("The trace has no documents: pass the domain of each token.")
     return table.doc
 
 
 def domain_specialisation(
     table: RouteTable, domain: Integer[np.ndarray, "B T"] | None = None
 ) -> Float[np.ndarray, "L domains N"]:
-    """Share of a domain's tokens that choose each expert; k/N everywhere would be no specialisation.
+    """Fraction of a domain's tokens that choose each expert; k/N everywhere is no specialisation.
 
     As OLMoE reports it (Muennighoff et al., arXiv 2409.02060, section 5.3). `domain` numbers the domains from 0;
-    without it every document is one.
+    by default, every document is a domain.
     """
     if domain is None:
         domain = np.unique(_domains(table), return_inverse=True)[1].reshape(table.mask.shape)
@@ -143,12 +145,12 @@ def domain_specialisation(
 def vocabulary_specialisation(
     table: RouteTable, least: int = 10
 ) -> tuple[Int64[np.ndarray, " ids"], Float[np.ndarray, "L ids N"]]:
-    """Token ids that occur at least `least` times, and the share of their occurrences that choose each expert.
+    """Token ids that occur at least `least` times, and the fraction of their occurrences that choose each expert.
 
     As OLMoE reports it (section 5.4), for input tokens.
     """
     if table.tokens is None:
-        raise ConfigError("The trace knows no token ids, so vocabulary specialisation cannot be measured.")
+        raise ConfigError("The trace has no token ids, which vocabulary specialisation needs.")
     ids, inverse, counts = np.unique(table.tokens[table.mask], return_inverse=True, return_counts=True)
     frequent = counts >= least
     number = np.full(table.mask.shape, -1)
@@ -170,7 +172,8 @@ def _shares(table: RouteTable, group: Integer[np.ndarray, "B T"], n_groups: int)
 
 
 def peak_specialisation_by_layer(shares: Float[np.ndarray, "L groups N"], top_k: int) -> Float[np.ndarray, " L"]:
-    """How many times the uniform share k/N a group's favourite expert gets, on average over groups."""
-    if shares.shape[1] == 0:
+    """The fraction of a group's most frequent expert, as a multiple of the uniform k/N, averaged over groups."""
+    highest = shares.max(2)
+    if np.isnan(highest).all():
         return np.full(len(shares), np.nan)
-    return np.asarray(np.nanmean(shares.max(2), axis=1) * shares.shape[2] / top_k)
+    return np.asarray(np.nanmean(highest, axis=1) * shares.shape[2] / top_k)

@@ -14,7 +14,7 @@ from stickymoe.locality.table import RouteTable
 
 
 def group_of(n_experts: int, groups: int) -> Integer[np.ndarray, " N"]:
-    """The group ⌊i·groups/N⌋ of every expert i, as the loss of the variant `grouped` has it."""
+    """The group ⌊i·groups/N⌋ of every expert i, as in the loss of the variant `grouped`."""
     require(1 <= groups <= n_experts, "groups", groups, f"a whole number in 1 … {n_experts}")
     return np.arange(n_experts) * groups // n_experts
 
@@ -28,7 +28,7 @@ def group_switch_rate_by_layer(table: RouteTable, groups: int) -> Float[np.ndarr
 
 
 def group_misses_by_layer(table: RouteTable, groups: int, capacity: int) -> Float[np.ndarray, " L"]:
-    """Groups loaded per real token by an LRU cache of `capacity` groups, per sequence and document, cold."""
+    """Groups that an LRU cache of `capacity` groups loads per real token; it starts cold with every text."""
     group = group_of(table.n_experts, groups)[table.S]
     misses = np.zeros(table.n_layers)
     for layer, b in np.ndindex(group.shape[:2]):

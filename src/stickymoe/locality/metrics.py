@@ -1,6 +1,6 @@
-"""What a route table says about locality and balance: the paper's four metrics, and what they hide.
+"""Metrics of locality and load balance: the paper's four metrics, and others that show what those hide.
 
-Every metric is computed per layer and averaged; `*_by_layer` gives the layers. A rate over nothing is NaN.
+Functions named `*_by_layer` return one value per layer. A rate over nothing is NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def switch_rate_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
 
 
 def set_switch_rate_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
-    """eq:switch_rate. How often the selected set changes, whatever its order."""
+    """eq:switch_rate. How often the set of selected experts changes; its order does not count."""
     chosen = np.sort(table.S, axis=-1)
     return _rate((chosen[:, :, 1:] != chosen[:, :, :-1]).any(-1), table.pairs)
 
@@ -45,17 +45,17 @@ def _hit_rate_by_layer(table: RouteTable, capacity: int, slots: int) -> Float[np
 
 
 def cache_hit_rate_by_layer(table: RouteTable, capacity: int = 2) -> Float[np.ndarray, " L"]:
-    """The paper's CHR: an LRU cache per layer and sequence, cold at its start, asked for the heaviest expert only."""
+    """The paper's CHR: an LRU cache per layer, cold for every sequence, that serves the heaviest expert only."""
     return _hit_rate_by_layer(table, capacity, slots=1)
 
 
 def cache_hit_rate_all_by_layer(table: RouteTable, capacity: int) -> Float[np.ndarray, " L"]:
-    """The same cache asked for all k experts of a token at once, which is what a device pays."""
+    """Hit rate of the same cache if it serves all k experts of a token at once, which is what a device pays."""
     return _hit_rate_by_layer(table, capacity, slots=table.top_k)
 
 
 def _uses_by_layer(table: RouteTable) -> Integer[np.ndarray, "L N"]:
-    """How often each expert is among the k of a real token."""
+    """Number of real tokens that choose each expert."""
     return np.stack([np.bincount(layer.ravel(), minlength=table.n_experts) for layer in table.S[:, table.mask]])
 
 
@@ -67,7 +67,7 @@ def utilisation_by_layer(table: RouteTable) -> Float[np.ndarray, "L N"]:
 
 
 def utilisation_entropy_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
-    """Entropy of the expert shares in bits: log₂ N when all are used alike, 0 when one is used alone."""
+    """Entropy of the expert shares in bits: log₂ N if all experts are used equally, 0 if only one is used."""
     p = utilisation_by_layer(table)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(-np.where(p == 0, 0.0, p * np.log2(p)).sum(-1) + 0.0)  # no −0
@@ -84,7 +84,7 @@ def switch_rate(table: RouteTable) -> float:
 
 
 def cache_hit_rate_all(table: RouteTable, capacity: int) -> float:
-    """Hit rate over all k accesses, mean over layers."""
+    """Hit rate over all k experts, mean over layers."""
     return float(cache_hit_rate_all_by_layer(table, capacity).mean())
 
 
@@ -94,6 +94,6 @@ def utilisation_entropy(table: RouteTable) -> float:
 
 
 def neglected_experts(table: RouteTable) -> int:
-    """How many experts, over all layers, get less than a tenth of the uniform share."""
+    """Number of experts, over all layers, with less than a tenth of the uniform share."""
     uses = _uses_by_layer(table)
     return int((uses * NEGLECTED_BELOW * table.n_experts < uses.sum(-1, keepdims=True)).sum())  # exact in integers

@@ -35,7 +35,7 @@ class Synthetic:
             require(getattr(self, name) >= 1, name, getattr(self, name), "a whole number ≥ 1")
         require(self.n_experts <= 1 << 16, "n_experts", self.n_experts, "at most 65536")
         require(self.top_k <= self.n_experts, "top_k", self.top_k, f"at most n_experts={self.n_experts}")
-        require(0 <= self.stickiness <= 1, "stickiness", self.stickiness, "a chance in [0, 1]")
+        require(0 <= self.stickiness <= 1, "stickiness", self.stickiness, "a probability in [0, 1]")
         require(0 <= self.skew < 100, "skew", self.skew, "a number in [0, 100)")
         require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number in [0, 2³²)")
 

@@ -93,7 +93,7 @@ class OnDevice:
     @property
     def _counted(self) -> str:
         alone = [label for label, costs in self.costs.items() if costs.trace.table.other_bytes is None]
-        return "All weights count" + (f"; for {', '.join(alone)} only the experts." if alone else ".")
+        return "All weights are counted" + (f"; of {', '.join(alone)} only the experts." if alone else ".")
 
     @property
     def summaries(self) -> list[tuple[str, str]]:
