@@ -35,7 +35,6 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from jaxtyping import Int64
 from numba import njit
 
 from stickymoe.errors import ConfigError, unknown
@@ -62,7 +61,7 @@ LOADED, INTO, EVICTED = 11, 12, 13  # the loads of the last request: entry, slot
 VAR = 14  # these variables of the cache:
 CAPACITY, SIZE, HITS, LOADS, PREFETCHED, USEFUL, HAND, AGE, CLOCK = range(9)
 
-State = Int64[np.ndarray, "15 columns"]
+State = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def new_state(n_entries: int, capacity: int) -> State:
