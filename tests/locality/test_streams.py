@@ -199,6 +199,18 @@ def test_a_trace_of_decoded_tokens_only_needs_no_phase(data, C, policy):
     assert simulate(decoded, policy=policy, capacity=C, access=access) == without
 
 
+@pytest.mark.parametrize("policy", [name for name in policy_names() if name != "belady"])
+@costly
+@given(data=st.data())
+def test_no_policy_beats_belady_where_unions_fit_into_the_cache(policy, data):
+    table = data.draw(phased_tables())
+    access = replace(data.draw(accesses(table, batch=data.draw(st.booleans()))), prefetch=None)
+    asked = [request for cache in asked_of_caches(table, access) for text in cache.values() for _, request in text]
+    C = data.draw(st.integers(max(map(len, asked), default=1), table.n_experts * table.n_layers))
+    bound = simulate(table, policy="belady", capacity=C, access=access)
+    assert simulate(table, policy=policy, capacity=C, access=access).misses >= bound.misses
+
+
 def test_a_prompt_of_one_text_asks_once_for_each_expert():
     """Three prompt tokens use experts 0, 1, 0; then 0 is decoded. Padding asks for nothing; a text ends a prompt."""
     table = RouteTable(

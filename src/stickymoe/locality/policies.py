@@ -311,7 +311,11 @@ class Static:
 
 @register_policy("belady", knows="next_use")
 class Belady:
-    """Evicts the entry whose next use is farthest in the future: no policy that loads on demand misses less."""
+    """Evicts the entry whose next use is farthest in the future: no policy that loads on demand misses less.
+
+    A union larger than the cache is an exception: how it is split depends on what is resident, so that another policy
+    can, rarely, miss a little less.
+    """
 
     @staticmethod
     def used(s: Any, e: int, new: bool) -> None:
