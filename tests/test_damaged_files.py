@@ -83,7 +83,7 @@ def trace(tmp_path: Path) -> Path:
         weights=rng.random(shape, dtype=np.float32),
         phase=rng.integers(0, 2, (3, 8), dtype=np.uint8),
         tokens=rng.integers(0, 50_000, (3, 8), dtype=np.int32),
-        expert_bytes=4096,
+        expert_bytes=(4096, 4096),
     )
     save_table(table, tmp_path / "trace")
     return tmp_path / "trace"
