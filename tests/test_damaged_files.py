@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fuzz
@@ -376,6 +377,11 @@ YAML = [
 ]
 
 
+def test_a_long_value_in_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("train: {steps: x" + "9" * 5000 + "}")
+    assert "train.steps: got '" in refusal(lambda path: read_config(file=path), tmp_path / "config.yaml")
+
+
 @pytest.mark.parametrize(("text", "says"), YAML, ids=range(len(YAML)))
 def test_yaml_that_is_no_config(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
@@ -458,6 +464,15 @@ def test_checkpoints(checkpoint: Path) -> None:
 def test_weights_that_were_not_checked_before(checkpoint: Path) -> None:
     with torch.random.fork_rng():
         fuzz.survive(load_all, fuzz.snapshot(checkpoint), checkpoint, range(ROUNDS))
+
+
+def test_a_random_state_that_is_none(checkpoint: Path) -> None:
+    file = checkpoint / "optimiser.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "rng": torch.zeros_like(tensors["rng"])}, file)
+    assert "has no random state (Invalid mt19937 state)" in refusal(load_all, checkpoint)
+    save_file({**tensors, "exp_avg/weight": torch.zeros(7)}, file)
+    assert "does not fit the optimiser (exp_avg/weight)" in refusal(load_all, checkpoint)
 
 
 def test_a_folder_that_is_named_like_a_checkpoint(checkpoint: Path) -> None:

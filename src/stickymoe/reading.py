@@ -19,15 +19,21 @@ from stickymoe.errors import StickyError, shown
 MAX_DEPTH = 32
 MAX_YAML_BYTES = 1 << 20  # the parser needs seconds for a megabyte
 MAX_YAML_NODES = 100_000  # with every alias replaced by what it refers to
-_MAX_REASON = 200
+_MAX_LINE = 200
+
+
+def one_line(text: str) -> str:
+    """A text on one line, cut to a readable length."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_LINE else line[:_MAX_LINE] + "…"
 
 
 def reason(error: BaseException) -> str:
     """Why something failed, as a part of one line."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    text = " ".join(str(getattr(error, "strerror", None) or error).split()).rstrip(".")
-    return (text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "…") or type(error).__name__
+    text = str(getattr(error, "strerror", None) or error)
+    return one_line(text).rstrip(".") or type(error).__name__
 
 
 def read_bytes(path: Path, error: type[StickyError]) -> bytes:

@@ -148,8 +148,8 @@ def _one_line(message: str, parser: ArgumentParser, source: str) -> str:
         if m[1] in (*SECTIONS, "variant"):
             return f"--{m[1]} takes a YAML file of its settings; a single one is set with --{m[1]}.NAME VALUE."
         given = re.search(r"(?:Got value|value): (.+?)(?: -|$)", text)
-        return f"{m[1]}: got {given[1] if given else ''!r}, expected {_expected(parser, m[1])}.{source}"
-    return text + source
+        return f"{m[1]}: got {shown(given[1] if given else '')}, expected {_expected(parser, m[1])}.{source}"
+    return reading.one_line(text) + source
 
 
 def _no_such_setting(name: str, known: list[str], parser: ArgumentParser) -> str:

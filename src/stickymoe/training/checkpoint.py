@@ -31,6 +31,7 @@ SCHEMA = 1
 KEEP = 2
 _FILES = {"model.safetensors", "optimiser.safetensors"}
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_TRAIN_AGAIN = "Train again in a new folder."
 
 
 @dataclass(frozen=True)
@@ -163,14 +164,16 @@ def load_model(path: Path, model: nn.Module) -> None:
 def load_optimiser(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
     """Restore moments, step counts and the random state."""
     tensors = _load(path / "optimiser.safetensors")
-    names = [name for name, _ in _trained(model)]
-    missing = [f"{key}/{name}" for name in names for key in _MOMENTS if f"{key}/{name}" not in tensors]
-    if missing or "rng" not in tensors:
-        lacks = missing[0] if missing else "rng"
-        raise RunError(f"Checkpoint {path} does not fit the optimiser: it has no {lacks}. Train again in a new folder.")
-    torch.set_rng_state(tensors["rng"])
     for name, parameter in _trained(model):
+        for key in _MOMENTS:
+            moment = tensors.get(f"{key}/{name}")
+            if moment is None or moment.shape != (() if key == "step" else parameter.shape):
+                raise RunError(f"Checkpoint {path} does not fit the optimiser ({key}/{name}). {_TRAIN_AGAIN}")
         optimiser.state[parameter] = {key: tensors[f"{key}/{name}"] for key in _MOMENTS}
+    try:
+        torch.set_rng_state(tensors["rng"])
+    except (KeyError, TypeError, RuntimeError) as e:
+        raise RunError(f"Checkpoint {path} has no random state ({reason(e)}). {_TRAIN_AGAIN}") from e
 
 
 def _load(file: Path) -> dict[str, Tensor]:
