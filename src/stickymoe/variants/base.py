@@ -225,7 +225,7 @@ class Variant:
 def _text(value: float | tuple[float, ...], comma: str) -> str:
     """Short where that is exact: two settings never read the same."""
     if isinstance(value, tuple):
-        return comma.join(_text(x, comma) for x in value)
+        return comma.join(_text(x, comma) for x in value) or "none"
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
 
