@@ -82,8 +82,8 @@ INTRODUCTION = f"""\
 `python results/frontier_page.py` writes this page from [the records](../results). `stickymoe frontier results` prints
 its tables.
 
-A loss that makes routing sticky raises perplexity. A perplexity 3 % above vanilla can be half of what the mixture gains
-over a dense model with the same active width. So each router is judged by two numbers:
+A loss that makes routing sticky raises perplexity. If perplexity is 3 % above vanilla, that can cost half of what the
+mixture gains over a dense model with the same active width. So each router is judged by two numbers:
 
 - **gain kept**: the share of that gain that the router keeps, (PPL_dense − PPL) / (PPL_dense − PPL_vanilla), over
   common seeds;
@@ -172,7 +172,7 @@ def _screened(group: Group | None, folder: Path) -> str:
     text = (
         f"{len(planned) - len(missing)} of the {len(planned)} rows of `stickymoe sweep frontier`: every method at "
         f"three strengths, {group.config.train.steps} steps, one seed. These are leads, not results. Hashed `siblings` "
-        "followed from them and are not included. After so few steps the perplexity of vanilla is "
+        "were developed later and are not included. After so few steps the perplexity of vanilla is "
         f"{gain.mean:+.1f} % relative to dense, so rows are ordered by perplexity and no share of the gain is shown. "
         "In brackets: perplexity relative to vanilla, and how many times fewer misses at C=3.\n"
     )
@@ -275,18 +275,18 @@ def _numbers(point: Point, capacity: int) -> str:
 
 # What 300 steps showed for each variant.
 SCREENED = {
-    "hash": "Experts differ from the first step: this early, perplexity is far below all others.",
-    "two_speed": "Already below vanilla, with about as many misses.",
-    "hysteresis": "A small bonus costs almost nothing and saves little; a large one saves most misses at a cost.",
-    "smooth": "Longer averages save more and cost more; a learned decay is no better than its fixed start.",
+    "hash": "Experts differ from the first step: after so few steps, its perplexity is far below all others.",
+    "two_speed": "Perplexity is already below vanilla, with about as many misses.",
+    "hysteresis": "A small bonus costs almost nothing and saves little; a large one avoids most misses at a cost.",
+    "smooth": "Longer averages save more and cost more; a learned decay is no better than a fixed one.",
     "residency": "Only C experts can be chosen, at most one load per token: most misses disappear at a small cost.",
-    "siblings": "Slots are chosen at once, their residents slowly: the best trade-off of the screening.",
+    "siblings": "Slots change with every token, their residents slowly: the best trade-off of the screening.",
     "rent": "A non-resident is loaded only after it was missed for some time: as good as residency.",
-    "soft": "The paper's loss costs at every weight, hardly reduces the misses of all k, and ends in uniform gates.",
-    "boundary": "Without weight on pairs across sentence ends it acts like `soft`: few pairs are such ends.",
+    "soft": "The paper's loss costs at every weight, hardly reduces the misses over all k, and ends in uniform gates.",
+    "boundary": "With weight 0 on pairs across sentence ends it acts like `soft`: there are few such pairs.",
     "graded+soft": "With a late warm-up of λ, or without layer 0, it costs a little less and saves a little less.",
     "grouped": "Switches inside a group are cheap, but the cache misses single experts.",
-    "cross_layer": "The same experts in adjacent layers save nothing if each layer has its own experts.",
+    "cross_layer": "Choosing the same experts in adjacent layers saves nothing if each layer has its own experts.",
     "blockffn": "Saves more than `soft` at λ=0.5, with uneven use of experts; at λ=2 its gates are uniform too.",
     "bles": "Ends in uniform gates and saves little.",
     "dot": "Rewards confident gates, and they collapse: almost always the same top-1 expert.",
@@ -312,8 +312,8 @@ LESSONS = (
         ("residency+smooth",),
         "Smoothing and residency together are no better than residency alone. Where experts are loaded and evicted, "
         "each must at times replace the others, and the gain of smoothing is lost. With all slots but one pinned, and "
-        "full resistance to loads from the first step, more gain is kept. In this setting the balance loss asks the "
-        "experts that share a slot to be used as much as the pinned ones; with a tenth of its weight and a smaller "
+        "full resistance to loads from the first step, more gain is kept. In this setting the balance loss pushes "
+        "the experts that share a slot to be used as much as the pinned ones; with a tenth of its weight and a smaller "
         "margin, perplexity is lower and use is less even.",
     ),
     (
@@ -328,17 +328,17 @@ LESSONS = (
         "the same things again (κ; no published row measures its effect). Without the hash, N=4 in three slots is as "
         "good as a mixture of three, and N=16 in four slots is no better than a mixture of four; those mixtures load "
         "nothing. With `token`, the gate of the slots also reads the token itself, which helps as in two_speed. With "
-        "`hashed`, a hash of the token chooses its slots and the gate only weighs them: slots differ from the first "
-        "step, and the slow gate only has to learn which expert is resident. Keeping the experts of a slot tied for "
-        "half of training (`untie`), and sharing less afterwards, was no better over the common seed. The control to "
+        "`hashed`, a hash of the token chooses its slots and the gate only sets their weights: slots differ from the "
+        "first step, and the slow gate only has to learn which expert is resident. Keeping the experts of a slot tied "
+        "for half of training (`untie`), and sharing less afterwards, was no better on the common seed. The control to "
         "beat is a mixture with as many experts as slots ([is it beaten?](#the-recommendation)).",
     ),
     (("rent",), "A non-resident is loaded when the gate weight it missed adds up to the price of a load."),
     (
         ("two_speed", "residency+two_speed"),
         "Two gates, one on the token and one on the average of the preceding tokens, choose better than either alone. "
-        "Their choices change almost as often as those of vanilla, so this is for models with all experts in memory, "
-        "one per slot, and for choosing among slots.",
+        "Their choices change almost as often as those of vanilla, so use this for models with all experts in memory, "
+        "one per slot, or to choose among slots.",
     ),
     (("hysteresis", "hysteresis+smooth"), "A bonus for the experts of the previous token."),
     (
@@ -346,15 +346,15 @@ LESSONS = (
         "A hash of the token, fixed before training, has lower perplexity than every learned gate tested with N=4: its "
         "experts differ from the first step, while learned gates spend much of such a short training on separating "
         "tokens. With three experts it is only as good as smoothing; with sixteen its lead is far larger "
-        "(`siblings C=16`, the hash with a gate for the weights). It switches slightly more often than vanilla, so "
-        "like two_speed it needs all slots in memory. `siblings` uses it in this way.",
+        "(`siblings C=16`, the hash with a gate for the weights). It switches slightly more often than vanilla, so, "
+        "like two_speed, it must choose among entries that are all in memory, such as the slots of `siblings`.",
     ),
     (("trajectory",), "A bound: a hash fixes the experts for a span."),
 )
 
 
 def _recommended(*pairs: tuple[Group | None, Group | None]) -> str:
-    """What `train --recommended` is, gains and costs, relative to vanilla and to fewer experts that all fit.
+    """What `train --recommended` is, gains and costs, compared with vanilla and with fewer experts that all fit.
 
     Each pair is a group and one with fewer experts. The recommendation is based on the first pair.
     """
@@ -376,9 +376,9 @@ def _recommended(*pairs: tuple[Group | None, Group | None]) -> str:
     paragraphs = (
         f"`stickymoe train --recommended` trains `{point.row.label}`. Each layer has C slots. Expert i can only use "
         "slot i mod C, so several experts share a slot, and one of them is resident. A hash of the token chooses its k "
-        "slots, and a gate weighs them. A second, slower gate chooses the resident of each slot, and replaces one at "
-        "most every 1/B tokens. The experts of a slot share most of their gradients, because each sees only a part of "
-        "the text.",
+        "slots, and a gate sets their weights. A second, slower gate chooses the resident of each slot, and replaces "
+        "one at most every 1/B tokens. The experts of a slot share most of their gradients, because each sees only a "
+        "part of the text.",
         f"**What it gains**: perplexity {_percent(change)} vanilla, with {fewer} ({_seeds(change.n)}). A layer loads C "
         "experts at the start of a sequence and then at most one every 1/B tokens: at most B/k + (C+1)/(k·T) loads per "
         "access over T tokens. For this bound the runtime must evict the expert that was replaced in its slot. The LRU "
@@ -387,7 +387,7 @@ def _recommended(*pairs: tuple[Group | None, Group | None]) -> str:
         f"and the residents ([time](performance.md)). {_against_hash(key, *(g for g, _ in pairs))}",
         _or_fewer(*pairs),
         "**For your device**: set `--variant.capacity` to C = (memory − other weights) / (layers · bytes of an expert) "
-        "and `--variant.budget` to at most B, the loads per token and layer that the wanted speed allows. "
+        "and `--variant.budget` to at most B, the loads per token and layer that the required speed allows. "
         "`stickymoe plan TRACE --device NAME --tokens_per_s X` prints both; TRACE can be a short run of vanilla or the "
         "output of `stickymoe trace make`. Train with the C of the device: with fewer slots, most of the saving is "
         f"lost. Tested so far: {'; '.join(dict.fromkeys(sizes))}.",
@@ -634,9 +634,9 @@ def _symbols(collection: Collection) -> str:
     """The symbols in the names of the rows, from the hyper-parameters of their variants."""
     used = {name for group in collection.groups for row in group.rows for name in row.variant.name.split("+")}
     lines = [
-        "Each symbol is a hyper-parameter of its variant: B of `siblings` is `--variant.budget`. In brackets are its "
-        "name and its default, which holds if the name of a row does not show the symbol. μ (`mu`) is the weight of "
-        "the load-balancing loss.\n"
+        "Each symbol is a hyper-parameter of its variant: B of `siblings` is `--variant.budget`. Brackets show its "
+        "name and its default. The default applies if the name of a row does not show the symbol. μ (`mu`) is the "
+        "weight of the load-balancing loss.\n"
     ]
     for name in filter(used.__contains__, variant_names()):
         shown = " · ".join(

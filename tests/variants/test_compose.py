@@ -123,7 +123,9 @@ def test_a_learned_decay_is_one_number_per_layer_that_learns():
     tokens = torch.randint(0, 31, (2, 21), generator=torch.Generator().manual_seed(0))
     model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
     assert all(p.grad.abs() > 0 for p in learned.values())
-    with pytest.raises(ConfigError, match=r"^variant.decay: got 0.0, expected a number in \(0, 1\) to learn from\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^variant.decay: got 0.0, expected a number in \(0, 1\) if variant\.learned is true\.$"
+    ):
         variant("smooth", decay=0.0, learned=True)
 
 

@@ -1,4 +1,4 @@
-"""One file per row of the results table. A new file here is a new variant everywhere, with no other edit."""
+"""One file per variant. Flags, sweeps, reports and tests find a new file without another edit."""
 
 import importlib
 import pkgutil

@@ -35,7 +35,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training with its own optimiser.
+    """A part of training with its own optimiser.
 
     `share` is its length as a fraction of `train.steps`. `lr` is a constant learning rate, or None for the schedule
     of the protocol (warm-up, then cosine).
@@ -50,9 +50,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Check:
-    """Which values of a hyper-parameter can be used, in code and in words.
+    """Which values of a hyper-parameter are accepted, as code and as text.
 
-    A check of a variant's own gives `examples` that it accepts, for the contract test to try.
+    A variant that defines its own check adds `examples` of accepted values for the contract test.
     """
 
     accepts: Callable[[Any], bool]
@@ -108,7 +108,7 @@ class Hyper:
 class Variant:
     """Base of all variants: a name, an equation, and the parts that follow from the hyper-parameters.
 
-    A method that returns None stands for the standard part. A subclass overrides those that it changes.
+    A method that returns None selects the standard part. A subclass overrides the parts that it changes.
     """
 
     name: ClassVar[str]
@@ -170,15 +170,15 @@ class Variant:
         return None
 
     def own_terms(self) -> tuple[Term, ...]:
-        """The loss terms of this method, beside load balancing."""
+        """The loss terms of this method, without load balancing."""
         return ()
 
     def adapt(self, term: Term) -> Term:
-        """A term of the variants that this one is combined with, changed."""
+        """Change a loss term of the variants that this one is combined with."""
         return term
 
     def terms(self) -> tuple[Term, ...]:
-        """All loss terms beside cross-entropy."""
+        """All loss terms except cross-entropy."""
         balance = self.balance()
         own = tuple(self.adapt(term) for term in self.own_terms())
         return own if balance is None else (balance, *own)
@@ -188,7 +188,7 @@ class Variant:
 
     @property
     def first_phase_is(self) -> Variant | None:
-        """The variant whose whole training is this one's first phase, so that it need not be repeated."""
+        """The variant whose whole training equals the first phase of this one, so that its run can be reused."""
         return None
 
     # Names
@@ -223,7 +223,7 @@ class Variant:
 
 
 def _text(value: float | tuple[float, ...], comma: str) -> str:
-    """Short where that is exact: two settings never read the same."""
+    """A short text if it is exact: two different values never have the same text."""
     if isinstance(value, tuple):
         return comma.join(_text(x, comma) for x in value) or "none"
     short = f"{value:g}"
@@ -258,7 +258,7 @@ _REGISTRY: dict[str, type[Variant]] = {}
 
 
 def register(cls: type[Variant]) -> type[Variant]:
-    """Make a variant known under its `name`. A name can be registered once."""
+    """Register a variant under its `name`. A name can be registered once."""
     if cls.name in _REGISTRY:
         raise ConfigError(f"Variant '{cls.name}' is registered twice: {_REGISTRY[cls.name]} and {cls}.")
     _REGISTRY[cls.name] = cls

@@ -1,4 +1,4 @@
-"""A peer's objective (BlES, of CoSMoEs): gate distance, weighted by the fraction of replaced experts."""
+"""A loss by other authors (BlES, from CoSMoEs): gate distance, weighted by the fraction of replaced experts."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from stickymoe.variants.base import WEIGHT, Balanced, hyper, register
 @register
 @dataclass(frozen=True)
 class BlES(Balanced):
-    """The L1 distance of adjacent gates times the fraction of experts that were replaced."""
+    """The L1 distance between adjacent gates, times the fraction of experts that were replaced."""
 
     name: ClassVar[str] = "bles"
     equation: ClassVar[str] = "L = L_CE + μ·L_bal + λ·mean r_t·‖g_t − g_t−1‖₁,  r_t = |S_t ∖ S_t−1| / k"

@@ -1,4 +1,4 @@
-"""A peer's objective (BlockFFN): adjacent tokens predict each other's experts, and a chunk uses few."""
+"""Losses by other authors (BlockFFN): adjacent tokens predict each other's experts, and a chunk uses few experts."""
 
 from dataclasses import dataclass
 from typing import ClassVar

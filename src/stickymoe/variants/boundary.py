@@ -1,4 +1,4 @@
-"""Consistency that knows sentence ends: weaker between sentences, stronger inside them."""
+"""A consistency loss that knows sentence ends: weaker between sentences, stronger inside them."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,7 +17,11 @@ class Boundary(Balanced):
 
     lam: float = hyper(0.1, "λ", "weight λ of the loss", WEIGHT)
     across: float = hyper(
-        0.0, "across", "weight of a pair across an end, against 1 inside; the mean weight stays 1", WEIGHT, always=False
+        0.0,
+        "across",
+        "weight of a pair across an end (1 inside a sentence); the mean weight stays 1",
+        WEIGHT,
+        always=False,
     )
 
     def own_terms(self) -> tuple[Term, ...]:

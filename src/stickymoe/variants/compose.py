@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stickymoe.routing.layer import SidePart
     from stickymoe.routing.rules import Choice, Filter
 
-# What only one variant of a combination may replace, and how messages call it.
+# What only one variant of a combination may replace, and its name in messages.
 _EXCLUSIVE = {
     "source": "the router's input",
     "filter": "the router's logits",
@@ -158,6 +158,6 @@ class Combined(Variant):
 
     @staticmethod
     def _rank(cls: type[Variant], part: str) -> int:
-        """0 if a class replaces a part by its own, 1 if it has a default that others inherit too, 2 if it has none."""
+        """0 if a class has its own version of a part, 1 if it has a default that others also inherit, 2 if none."""
         owner = _owner(cls, part)
         return 2 if owner is Variant else 1 if _is_default(owner, part) else 0

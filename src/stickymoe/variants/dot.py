@@ -1,4 +1,4 @@
-"""A peer's objective (cacheable-by-design): adjacent gates overlap."""
+"""A loss by other authors (cacheable-by-design): adjacent gates overlap."""
 
 from dataclasses import dataclass
 from typing import ClassVar

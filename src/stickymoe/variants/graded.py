@@ -20,7 +20,7 @@ class Graded(Balanced):
     layers: tuple[float, ...] = hyper(
         (),
         "layers",
-        "a factor on the weights for each layer, none for 1 everywhere; a loss between layers has only one weight",
+        "a factor on the loss weights for each layer, empty for 1 everywhere; it does not affect losses between layers",
         WEIGHTS,
         always=False,
     )

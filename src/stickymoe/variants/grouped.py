@@ -18,7 +18,7 @@ class Grouped(Balanced):
 
     lam: float = hyper(0.1, "λ", "weight λ of the loss", WEIGHT)
     groups: int = hyper(2, "G", "number of groups of adjacent experts", COUNT)
-    inside: float = hyper(0.25, "δ", "cost δ of a switch inside a group, against 1 between groups", FRACTION)
+    inside: float = hyper(0.25, "δ", "cost δ of a switch inside a group; a switch between groups costs 1", FRACTION)
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
         require(self.groups <= n_experts, "variant.groups", self.groups, f"at most the {n_experts} experts")

@@ -1,4 +1,4 @@
-"""Hash routing (Roller et al.): experts by token id, a bound that needs no learned choice."""
+"""Hash routing (Roller et al.): the token id chooses the experts, a bound without a learned choice."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class HashRouting(Variant):
-    """Experts are fixed before training by a hash of the token and the layer; the gate only weighs them."""
+    """Experts are fixed before training by a hash of the token and the layer; the gate only sets their weights."""
 
     name: ClassVar[str] = "hash"
     equation: ClassVar[str] = "S_t = hash(token, layer),  g = softmax(ℓ);  L = L_CE"

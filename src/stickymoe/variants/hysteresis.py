@@ -18,7 +18,7 @@ class HysteresisVariant(Balanced):
     equation: ClassVar[str] = "S_t = top-k(ℓ + m·1[e ∈ S_t−1]),  g = softmax(ℓ);  L = L_CE + μ·L_bal"
 
     bonus: float = hyper(
-        0.5, "m", "bonus m on the logits of the previous token's experts; the weights are without it", WEIGHT
+        0.5, "m", "bonus m on the logits of the previous token's experts; combine weights ignore it", WEIGHT
     )
 
     def choice(self, site: Site) -> "Choice":

@@ -48,7 +48,7 @@ class LookupVariant(Balanced):
     def __post_init__(self) -> None:
         super().__post_init__()
         some = not self.ngrams_only or (self.ngrams and self.table_layers)
-        require(bool(some), "variant.ngrams_only", self.ngrams_only, "false where there are no n-gram rows")
+        require(bool(some), "variant.ngrams_only", self.ngrams_only, "false if there are no n-gram rows")
 
     def side(self, site: Site) -> "SidePart | None":
         from stickymoe.routing.lookup import Lookup

@@ -23,7 +23,7 @@ class ResidencyVariant(Resident):
 
     rho: float = hyper(0.02, "ρ", "margin ρ by which a non-resident must win", WEIGHT)
     average: float = hyper(
-        0.9, "avg", "decay of the running average of g that experts are compared by; 0 for the logit", BELOW_ONE
+        0.9, "avg", "decay of the running average of g that ranks the experts; 0 ranks by the logit", BELOW_ONE
     )
     pinned: int = hyper(0, "pinned", "experts among the C that are never evicted", COUNT_OR_NONE, always=False)
 

@@ -1,4 +1,4 @@
-"""Experts that share a cache slot: a token chooses its slots at once, the resident of each slot changes slowly."""
+"""Experts that share a cache slot: every token chooses its slots, the resident of each slot changes slowly."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -67,13 +67,13 @@ class SiblingsVariant(Balanced):
         False, "token", "add a gate of the slots that reads the token itself, beside the average", SWITCH, always=False
     )
     hashed: bool = hyper(
-        False, "hashed", "choose the slots of a token by a hash of it; the gate only weighs them", SWITCH, always=False
+        False, "hashed", "a hash of the token chooses its slots; the gate only sets their weights", SWITCH, always=False
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         unties = not self.untie_after or 0 < self.shared_gradient < 1
-        expected = "0 where variant.shared_gradient is 0 (never tied) or 1 (always tied)"
+        expected = "0 if variant.shared_gradient is 0 (never tied) or 1 (always tied)"
         require(unties, "variant.untie_after", self.untie_after, expected)
 
     def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:

@@ -23,7 +23,12 @@ class SmoothVariant(Balanced):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.decay > 0 or not self.learned, "variant.decay", self.decay, "a number in (0, 1) to learn from")
+        require(
+            self.decay > 0 or not self.learned,
+            "variant.decay",
+            self.decay,
+            "a number in (0, 1) if variant.learned is true",
+        )
 
     def filter(self, site: Site) -> "Filter":
         from stickymoe.routing.sequential import LearnedSmooth, Smooth

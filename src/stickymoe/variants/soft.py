@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class Soft(Balanced):
-    """Routing consistency loss: the squared distance of adjacent tokens' gate distributions."""
+    """Routing consistency loss: the squared distance between the gate distributions of adjacent tokens."""
 
     name: ClassVar[str] = "soft"
     equation: ClassVar[str] = "L = L_CE + μ·L_bal + λ·L_cons,  L_cons = mean ‖g_t − g_t−1‖²"

@@ -1,4 +1,4 @@
-"""The paper's combined method (`eq:total_loss_softhard`): small steps, and an anchor per window against drift."""
+"""The paper's combined method (`eq:total_loss_softhard`): small steps, and an anchor per window that limits drift."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +21,7 @@ class SoftHard(Soft):
     alpha: float = hyper(1.0, "α", "weight α of the anchor loss", WEIGHT)
     window: int = hyper(4, "W", "window length W", COUNT)
     anchor_gradient: bool = hyper(
-        False, "anchor gradient", "let gradient reach the anchor, which the paper calls fixed", SWITCH, always=False
+        False, "anchor gradient", "let gradients reach the anchor; in the paper it is fixed", SWITCH, always=False
     )
 
     def own_terms(self) -> tuple[Term, ...]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class TrajectoryVariant(Variant):
-    """Experts are fixed for a span by a hash, the same in all layers; the gate only weighs them."""
+    """Experts are fixed for a span by a hash, the same in all layers; the gate only sets their weights."""
 
     name: ClassVar[str] = "trajectory"
     equation: ClassVar[str] = "S_t = hash(span),  g = softmax(ℓ);  L = L_CE"
@@ -20,11 +20,11 @@ class TrajectoryVariant(Variant):
     span: int = hyper(
         0,
         "span",
-        "tokens W of a span; 0 for the whole document, or sequence where there are no documents",
+        "tokens W per span; 0 for the whole document, or the whole sequence if there are no documents",
         COUNT_OR_NONE,
     )
     sentence: bool = hyper(
-        False, "per sentence", "end a span also at the end of a sentence or paragraph", SWITCH, always=False
+        False, "per sentence", "also end a span at the end of a sentence or paragraph", SWITCH, always=False
     )
 
     def choice(self, site: Site) -> "Choice":

@@ -1,4 +1,4 @@
-"""A router of two speeds: one gate reads the token, another the average of its document so far."""
+"""A router with two speeds: one gate reads the token, another the average of its document so far."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
