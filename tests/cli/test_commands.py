@@ -648,7 +648,7 @@ class TestEval:
 
     def test_before_the_first_checkpoint(self, refused: Refused, stopped: Path) -> None:
         shutil.rmtree(stopped / "checkpoints")
-        refused("eval", stopped, match=r"stopped has no checkpoint yet")
+        refused("eval", stopped, match=r"stopped has no checkpoint to evaluate")
 
     def test_on_a_split_that_is_not_there(self, refused: Refused, finished: Path) -> None:
         refused("eval", finished, "--split", "train2", match=r"--split.*'train2'.*valid.*test")

@@ -160,7 +160,7 @@ def test_convert_writes_a_folder_that_simulate_takes(capsys, tmp_path):
         (["simulate", "TRACE", "--share_block", "some"], r"--share_block: got 'some'"),
         (["simulate", "TRACE", "--share_block", "9"], r"share_block: got 9, expected at most the 2 layers"),
         (["simulate", "TRACE", "--prefetch", "previous", "--policy", "belady"], r"belady bounds policies"),
-        (["simulate", "TRACE", "OTHER"], r"cannot be compared: experts are 8 there, 4 here"),
+        (["simulate", "TRACE", "OTHER"], r"cannot be compared: experts are 8 in the first, 4 in the other"),
         (["simulate", "nowhere"], r"nowhere is not a folder: expected a run folder"),
         (["simulate", "TEXT"], r"has no known trace format\. Known: .*bigmoeonedge, cacheable-by-design"),
         (["simulate"], r"TRACE"),
@@ -177,7 +177,7 @@ def test_convert_writes_a_folder_that_simulate_takes(capsys, tmp_path):
         ),
         (
             ["plan", "TRACE", "TRACE", "--device", "rtx-4090"],
-            r"has no perplexity: to choose among several, pass run folders",
+            r"has no perplexity: to choose among several traces, pass run folders",
         ),
         (["trace", "covert"], r"Unknown trace command 'covert'. Did you mean 'convert'"),
         (["trace", "convert", "TEXT", "OUT"], r"has no known trace format"),

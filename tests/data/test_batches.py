@@ -95,7 +95,7 @@ def test_a_text_shorter_than_one_chunk_is_refused(n: int) -> None:
 def test_parts_must_divide_the_batch() -> None:
     with pytest.raises(ConfigError, match=r"train\.batch_size: got 4, expected a multiple of 3"):
         train_batches(100, 8, 4).batch(0, parts=3)
-    with pytest.raises(ConfigError, match=r"part: got 2, expected a share from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"part: got 2, expected a whole number from 0 to 1"):
         train_batches(100, 8, 4).batch(0, part=2, parts=2)
 
 

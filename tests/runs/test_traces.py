@@ -42,12 +42,12 @@ def test_a_run_folder_its_routes_and_a_bare_folder_are_the_same_trace(tmp_path):
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        ({"n_experts": 7}, "experts are 6 there, 7 here"),
-        ({"shape": (3, 2, 40, 2)}, "layers are 2 there, 3 here"),
-        ({"shape": (2, 2, 40, 1)}, "experts per token are 2 there, 1 here"),
-        ({"shape": (2, 2, 41, 2)}, r"sequences and tokens are \(2, 40\) there, \(2, 41\) here"),
+        ({"n_experts": 7}, "experts are 6 in the first, 7 in the other"),
+        ({"shape": (3, 2, 40, 2)}, "layers are 2 in the first, 3 in the other"),
+        ({"shape": (2, 2, 40, 1)}, "experts per token are 2 in the first, 1 in the other"),
+        ({"shape": (2, 2, 41, 2)}, r"sequences and tokens are \(2, 40\) in the first, \(2, 41\) in the other"),
         ({"tokens": np.ones((2, 40), np.int32)}, "they are traces of different texts"),
-        ({"expert_bytes": (10, 11)}, r"bytes of an expert are \(10, 10\) there, \(10, 11\) here"),
+        ({"expert_bytes": (10, 11)}, r"bytes of an expert are \(10, 10\) in the first, \(10, 11\) in the other"),
         ({"mask": np.arange(80).reshape(2, 40) > 0}, "their padding differs"),
         ({"doc": np.ones((2, 40), np.int32)}, "their documents differ"),
         ({"doc": None}, "only one of them has documents"),
@@ -67,7 +67,7 @@ def test_a_run_brings_its_own_sharing(tmp_path, model, expected):
     assert traces[0].table.share_block == expected
     assert parse_sharing(None, traces) is None
     assert parse_sharing(str(expected), traces) == expected
-    with pytest.raises(StickyError, match=rf"^--share_block: got 3, but \S+ is a run with share_block={expected}\.$"):
+    with pytest.raises(StickyError, match=rf"^--share_block: got 3, but \S+ is a run with share_block={expected}; "):
         parse_sharing("3", traces)
     if expected == 4:
         assert parse_sharing("full", traces) == "full"

@@ -31,7 +31,7 @@ Options: stickymoe trace convert --help, stickymoe trace make --help.
 
 
 def _add_access(parser: argparse.ArgumentParser, *, order: str) -> None:
-    """Options of both simulate and plan: how a device goes through a trace."""
+    """Options of simulate and plan: how a device runs through a trace."""
     parser.add_argument(
         "--order", choices=("layer", "decode"), default=order, help=f"order of accesses (default {order})"
     )
@@ -39,9 +39,9 @@ def _add_access(parser: argparse.ArgumentParser, *, order: str) -> None:
     parser.add_argument(
         "--share_block",
         metavar="K",
-        help="layers that share their weights: 1, 2, …, full or universal (default the run's)",
+        help="number of adjacent layers that share experts: 1, 2, …, full or universal (default: from the trace)",
     )
-    parser.add_argument("--warm", action="store_true", help="keep caches from one sequence to the next")
+    parser.add_argument("--warm", action="store_true", help="keep the content of caches from one sequence to the next")
     parser.add_argument("--batch", action="store_true", help="run all sequences in lockstep through the same caches")
     parser.add_argument(
         "--allocated", "--chosen", action="store_true", help="divide the slots over the layers by their miss curves"
@@ -73,8 +73,10 @@ def simulate_command(argv: list[str]) -> None:
     parser.add_argument("--policy", metavar="LIST", help="policies, such as lru,lfu,belady (default all)")
     parser.add_argument("--capacity", type=capacities, metavar="LIST", help="slots of each cache, such as 2,3; or all")
     _add_access(parser, order="layer")
-    parser.add_argument("--top1", action="store_true", help="ask for the heaviest expert only, as the paper does")
-    parser.add_argument("--prefetch", metavar="WHAT", help="previous (token's set), or a trace of predicted sets")
+    parser.add_argument("--top1", action="store_true", help="request only the heaviest expert, as the paper does")
+    parser.add_argument(
+        "--prefetch", metavar="WHAT", help="experts to load early: previous (token's), or a trace of predictions"
+    )
     parser.add_argument("--figures", action="store_true", help="also show locality metrics by layer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     args = parser.parse_args(argv)
@@ -123,14 +125,16 @@ def plan_command(argv: list[str]) -> None:
         "--device",
         required=True,
         metavar="NAME",
-        help="a shipped profile (see stickymoe device --list), or a YAML file",
+        help="an included profile (see stickymoe device --list), or a YAML file",
     )
-    parser.add_argument("--memory", metavar="BYTES", help="budget, such as 512MB (default the device's fast memory)")
-    parser.add_argument("--tokens_per_s", type=float, metavar="X", help="the speed that is needed")
-    parser.add_argument("--policy", default="lru,belady", metavar="LIST", help="(default lru,belady)")
-    parser.add_argument("--expert_bytes", metavar="BYTES", help="size of one expert, if the trace does not say")
+    parser.add_argument("--memory", metavar="BYTES", help="budget, such as 512MB (default: the fast memory)")
+    parser.add_argument("--tokens_per_s", type=float, metavar="X", help="required speed")
+    parser.add_argument("--policy", default="lru,belady", metavar="LIST", help="policies (default lru,belady)")
     parser.add_argument(
-        "--other_bytes", metavar="BYTES", help="weights that are always resident (default the run's, or 0)"
+        "--expert_bytes", metavar="BYTES", help="size of one expert, such as 14MB (default: from the trace)"
+    )
+    parser.add_argument(
+        "--other_bytes", metavar="BYTES", help="weights that are always resident (default: from the trace, or 0)"
     )
     _add_access(parser, order="decode")
     args = parser.parse_args(argv)
@@ -180,16 +184,18 @@ def plan_command(argv: list[str]) -> None:
 def _perplexities(traces: Sequence[Trace]) -> list[float]:
     for trace in traces:
         if trace.ppl is None:
-            raise StickyError(f"{trace.path} has no perplexity: to choose among several, pass run folders.")
+            raise StickyError(f"{trace.path} has no perplexity: to choose among several traces, pass run folders.")
     return [trace.ppl for trace in traces if trace.ppl is not None]
 
 
 def device_command(argv: list[str]) -> None:
     parser = make_parser("device", "Measure this machine, or show a device profile, as YAML that plan reads.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a shipped profile or YAML file to show")
-    parser.add_argument("--list", action="store_true", help="list the shipped profiles")
-    parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="disk to load from (default here)")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="an included profile or YAML file to show")
+    parser.add_argument("--list", action="store_true", help="list the included profiles")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(), metavar="DIR", help="folder on the disk to measure (default: here)"
+    )
     parser.add_argument(
         "--megabytes", type=int, default=256, metavar="N", help="megabytes to read and to compute with (default 256)"
     )

@@ -81,7 +81,7 @@ def _train_config(args: argparse.Namespace, flags: list[str]) -> RunConfig:
 
     file = args.config
     if args.checkpoint and not args.resume:
-        raise StickyError(f"--checkpoint {args.checkpoint}: expected together with --resume; add --resume.")
+        raise StickyError(f"--checkpoint {args.checkpoint}: works only with --resume; add --resume.")
     if args.resume and file is None and args.preset is None:
         if args.out is None:
             raise StickyError("--resume needs the run folder: add --out DIR.")

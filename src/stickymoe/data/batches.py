@@ -42,9 +42,9 @@ class Batch:
 class TrainBatches:
     """Shuffled chunks of T tokens, each once per epoch.
 
-    The last token of a chunk predicts the first of the chunk that follows it in the text. The epochs'
-    permutations, one after another, are one endless stream of chunks, and batch `step` is its `step`-th run
-    of `batch_size` chunks; an epoch may therefore end inside a batch.
+    The last token of a chunk predicts the first token of the chunk that follows it in the text. The permutations of all
+    epochs form one endless stream of chunks. Batch `step` is the `step`-th group of `batch_size` chunks of this stream,
+    so an epoch may end inside a batch.
     """
 
     def __init__(self, split: TokenSplit, *, seq_len: int, batch_size: int, seed: int, documents: bool) -> None:
@@ -69,7 +69,7 @@ class TrainBatches:
             self._batch_size,
             f"a multiple of {parts} (processes × micro-batches)",
         )
-        require(0 <= part < parts, "part", part, f"a share from 0 to {parts - 1}")
+        require(0 <= part < parts, "part", part, f"a whole number from 0 to {parts - 1}")
         share = self._batch_size // parts
         first = step * self._batch_size + part * share
         chunks = np.array([self._chunk(position) for position in range(first, first + share)])
@@ -84,7 +84,7 @@ class TrainBatches:
 
 
 def eval_batches(split: TokenSplit, *, seq_len: int, batch_size: int, documents: bool) -> Iterator[Batch]:
-    """The split in order, every token but the first predicted once.
+    """The split in order; every token except the first is predicted once.
 
     The last chunk is padded; the last batch may have fewer rows.
     """
@@ -97,7 +97,7 @@ def eval_batches(split: TokenSplit, *, seq_len: int, batch_size: int, documents:
 
 
 def n_eval_chunks(split: TokenSplit, seq_len: int) -> int:
-    """Rows that `eval_batches` gives in all, the padded one included."""
+    """The number of rows of all `eval_batches`, including the padded one."""
     return -(-(len(split.tokens) - 1) // seq_len)
 
 

@@ -1,4 +1,4 @@
-"""Cache entries, complete or absent: folders written under another name, renamed into place, checked when read.
+"""Cache entries, complete or absent: folders are written under a temporary name, renamed, and checked when read.
 
 An entry is a folder of files with `meta.json`, which contains the checksum of each file and of itself. Any number of
 processes may write the same entry at once: the first rename succeeds, and the other processes use its result.

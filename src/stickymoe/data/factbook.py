@@ -1,6 +1,6 @@
-"""The embedded corpus: the CIA World Factbook, so that a first run needs nothing but pip.
+"""The embedded corpus: the CIA World Factbook, so that a first run needs only pip.
 
-It is the one corpus with topics: each country has up to thirteen sections, the same for all, from Geography to Space.
+It is the only corpus with topics. Each country has up to thirteen of the same sections, from Geography to Space.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def earlier_run(folder: RunFolder, record: RunRecord, *, resume: bool) -> RunRec
             f"{folder.path} has a different run ({_difference(earlier, record)}). Choose another folder with --out."
         )
     if earlier.status != "complete" and not resume:
-        raise RunError(f"{folder.path} has this run unfinished ({earlier.status}). Add --resume to continue it.")
+        raise RunError(f"{folder.path} has this run, but unfinished ({earlier.status}). Add --resume to resume it.")
     return earlier
 
 
@@ -125,4 +125,4 @@ def _difference(earlier: RunRecord, record: RunRecord) -> str:
             there = old.get(key, ADDED.get((section, key)))
             if there != values.get(key) and (section, key) not in NOT_IN_ID:
                 return f"{section}.{key}: {there} there, {values.get(key)} here"
-    return "its data or numerics version differ"
+    return "the data or the numerics version differs"

@@ -88,7 +88,7 @@ def _require_sections(settings: dict[str, Any], source: str) -> None:
 
 
 def _current_flag(flag: str) -> str:
-    """A flag of an earlier version under its present name."""
+    """A flag of an earlier version under its current name."""
     name, equals, value = flag.partition("=")
     setting = name.removeprefix("--variant.")
     return f"--variant.{RENAMED[setting]}{equals}{value}" if name != setting in RENAMED else flag
@@ -110,7 +110,9 @@ def config_parser(variant: str, preset: str | None = None) -> ArgumentParser:
     settings = parser.add_argument_group(f"The variant {variant}")
     for name, hyper in hypers(variant).items():
         settings.add_argument(f"--variant.{name}", type=hyper.type, default=hyper.default, help=hyper.help)
-    parser.add_argument("--seed", type=int, default=RunConfig().seed, help="of initial weights and batch order")
+    parser.add_argument(
+        "--seed", type=int, default=RunConfig().seed, help="seed of the initial weights and the batch order"
+    )
     if preset is not None:
         parser.set_defaults(_flat(preset_settings(preset)))
     return parser
@@ -146,7 +148,7 @@ def _one_line(message: str, parser: ArgumentParser, source: str) -> str:
         return _no_such_setting(m[1], [k.removeprefix("--") for k in known], parser) + source
     if m := re.search(r'Parser key "([^"]+)":', text):
         if m[1] in (*SECTIONS, "variant"):
-            return f"--{m[1]} takes a YAML file of its settings; a single one is set with --{m[1]}.NAME VALUE."
+            return f"--{m[1]} expects a YAML file with its settings; to set one of them, use --{m[1]}.NAME VALUE."
         given = re.search(r"(?:Got value|value): (.+?)(?: -|$)", text)
         return f"{m[1]}: got {shown(given[1] if given else '')}, expected {_expected(parser, m[1])}.{source}"
     return reading.one_line(text) + source

@@ -84,7 +84,7 @@ def _require_comparable(a: Trace, b: Trace) -> None:
         ("bytes of an expert", a.table.expert_bytes, b.table.expert_bytes),
     ):
         if x != y and None not in (x, y):
-            raise DataError(f"{a.path} and {b.path} cannot be compared: {what} are {x} there, {y} here.")
+            raise DataError(f"{a.path} and {b.path} cannot be compared: {what} are {x} in the first, {y} in the other.")
     for what, ours, theirs in (
         ("they are traces of different texts", a.table.tokens, b.table.tokens),
         ("their padding differs", a.table.mask, b.table.mask),
@@ -97,7 +97,7 @@ def _require_comparable(a: Trace, b: Trace) -> None:
 
 
 def parse_sharing(text: str | None, traces: Sequence[Trace]) -> int | Literal["full"] | None:
-    """The option --share_block: a number of layers, or full; None for what each trace says."""
+    """The option --share_block: a number of layers, or full; None for the value of each trace."""
     if text is None:
         return None
     full = text in ("full", "universal")
@@ -107,6 +107,7 @@ def parse_sharing(text: str | None, traces: Sequence[Trace]) -> int | Literal["f
         asked = trace.table.n_layers if full else int(text)
         if trace.is_run and trace.table.share_block != asked:
             raise ConfigError(
-                f"--share_block: got {text}, but {trace.path} is a run with share_block={trace.table.share_block}."
+                f"--share_block: got {text}, but {trace.path} is a run with share_block={trace.table.share_block}; "
+                "omit --share_block."
             )
     return "full" if full else int(text)

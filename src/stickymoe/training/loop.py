@@ -127,7 +127,9 @@ class _Run:
             documents=config.data.documents,
         )
         if len(data.valid.tokens) < 2:
-            raise DataError(f"The validation text has {len(data.valid.tokens)} tokens, expected at least 2.")
+            raise DataError(
+                f"The validation text has {len(data.valid.tokens)} tokens, expected at least 2. Give more text."
+            )
         self.model = build_model(config, data.vocab_size).to(accelerator.device)
         self.progress = Progress(step=0)
 
@@ -169,7 +171,10 @@ class _Run:
         record = RunRecord.read(first.record)
         expected = None if same is None else run_id(replace(self.config, variant=same), self.data.fingerprint)
         if record.run_id != expected or record.status != "complete":
-            raise RunError(f"{first.path} is not the finished first phase of this run ({self.config.variant.label}).")
+            raise RunError(
+                f"{first.path} is not the finished first phase of this run ({self.config.variant.label}): "
+                "omit --first_phase to train that phase here."
+            )
         weights = first.checkpoints / checkpoint_name(ended)
         damage = checkpoint_damage(weights)
         if damage is not None:

@@ -1,6 +1,6 @@
 """Keep freed memory in the process: set glibc so that it does not return large blocks to the system.
 
-By default glibc maps every large tensor anew and unmaps it when freed, and the kernel must zero every page again.
+By default glibc maps every large tensor again and unmaps it when it is freed, so the kernel zeroes every page again.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from stickymoe.runs.config import TrainConfig
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW that also takes sparse gradients: of a table, it reads and writes only the rows that have a gradient.
+    """AdamW that also takes sparse gradients: it reads and writes only the rows of a table that have a gradient.
 
     The moments of other rows stay as they are, as in `torch.optim.SparseAdam`. Rows have no weight decay.
     """
@@ -54,7 +54,7 @@ def adamw(
 ) -> AdamW:
     """AdamW over named parameters; weight decay on matrices and embeddings, none on biases, norms and tables.
 
-    `row_lr` are the tables of rows among the parameters, with their learning rates relative to the others'.
+    `row_lr` maps each table of rows to its learning rate, relative to that of the other parameters.
     """
     row_lr = row_lr or {}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {(config.weight_decay, 1.0): [], (0.0, 1.0): []}
@@ -70,7 +70,7 @@ def adamw(
 
 
 def clip_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip the global gradient norm, sparse gradients included; returns the norm before."""
+    """Clip the global gradient norm, including sparse gradients; returns the norm before clipping."""
     parameters = [p for p in parameters if p.grad is not None]
     sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
     if not sparse:

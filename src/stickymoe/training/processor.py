@@ -1,4 +1,4 @@
-"""Work around processors that report instructions which they do not have."""
+"""Work around processors that report instructions that they do not support."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 def disable_missing_amx() -> None:
     """Disable AMX in oneDNN if the processor reports it but cannot run it, unless the user has set the option.
 
-    Some virtual machines do so, and the first bf16 product kills the process. So a child process tries one first.
+    On some virtual machines, the first bf16 product kills the process. So a child process tries one first.
     """
     if "ONEDNN_MAX_CPU_ISA" not in os.environ:
         tried = subprocess.run([sys.executable, "-c", _PRODUCT], capture_output=True, check=False)

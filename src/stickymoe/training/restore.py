@@ -32,7 +32,7 @@ def evaluate_run(
         config = replace(config, data=replace(config.data, path=data_path))
     chosen = find_checkpoint(folder.checkpoints, checkpoint)
     if chosen is None:
-        raise RunError(f"{run} has no checkpoint yet (status {record.status}).")
+        raise RunError(f"{run} has no checkpoint to evaluate (status {record.status}): resume or repeat the run first.")
     data = load_tokens(config.data)
     if data.fingerprint != record.data["fingerprint"]:
         raise RunError(

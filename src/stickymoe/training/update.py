@@ -41,7 +41,7 @@ def spans(config: RunConfig) -> list[Span]:
 
 @runtime_checkable
 class Batches(Protocol):
-    """Batches by step; `part` of `parts` is the part for one process and micro-batch."""
+    """Batches by step; `part` of `parts` belongs to one process and micro-batch."""
 
     def batch(self, step: int, *, part: int = 0, parts: int = 1) -> Batch: ...
 
@@ -124,8 +124,7 @@ class Updates:
     def _shares(self, batches: list[Batch]) -> list[float]:
         """The weight of each micro-batch, so that every target of the step counts equally.
 
-        They sum to 1 over the micro-batches of all processes, times the number of processes, since gradients are
-        averaged over processes.
+        Gradients are averaged over processes, so the weights of all micro-batches sum to the number of processes.
         """
         counts = torch.tensor([int((batch.targets != NO_TARGET).sum()) for batch in batches])
         total = int(self.accelerator.reduce(counts.sum().to(self.accelerator.device), reduction="sum"))
