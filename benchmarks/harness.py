@@ -1,8 +1,8 @@
 """Side-by-side timing: every candidate runs in its own process, and the candidates take turns.
 
 A candidate is a function without arguments that prepares its work and returns the function to time. It runs in a fresh
-interpreter with its own allocator and thread settings. While one works, the others wait for input. So noise of the
-machine affects all candidates equally, and ratios of medians over interleaved rounds are meaningful.
+interpreter with its own allocator and thread settings. While one works, the others wait for input. So machine noise
+affects all candidates equally, and ratios of medians over interleaved rounds are meaningful.
 """
 
 from __future__ import annotations

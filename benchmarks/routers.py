@@ -3,7 +3,7 @@
     python benchmarks/routers.py                                   every variant; writes routers.json
     python benchmarks/routers.py --only smooth,residency --rounds 3      a quick look without a record
 
-The own work of a variant is the routers of all layers and its loss terms, on given hidden states: 16×256 tokens with
+A variant's own work is the routers of all layers and its loss terms, on given hidden states: 16×256 tokens with
 gradient in training, one token after another after a prefix in decoding. If experts are tied, sharing their gradients
 is included. A variant adds its own work minus that of vanilla in the same round: median over rounds with its 95 %
 interval. In decoding, variants that differ from vanilla only by their losses are skipped, and vanilla runs three times:
@@ -182,7 +182,7 @@ def candidate(name: str) -> Callable[[argparse.Namespace], Work]:
 
 
 def added(timings: list[Timing], whole: str, kind: str) -> dict[str, dict[str, float]]:
-    """The own seconds of each variant, and the share of `whole` that it adds to vanilla in the same round."""
+    """The seconds of each variant's own work, and the share of `whole` that it adds to vanilla in the same round."""
     by_name = {t.name.removeprefix(f"{kind} "): t for t in timings}
     step = by_name.pop(whole).median
     vanilla = [by_name[name].seconds for name in AGAIN if name in by_name]

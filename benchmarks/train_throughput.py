@@ -286,7 +286,7 @@ EXPERT_METHODS = ["experts sorted", "experts plain", "experts batched", "experts
 
 
 def run(names: list[str], *, threads: int = 2, rounds: int = 7, **sizes: int) -> dict[str, Any]:
-    """Race `names` at the given sizes; print and return the timings with tokens per second."""
+    """Time `names` side by side at the given sizes; print and return the timings with tokens per second."""
     sizes = {"vocab": 50_257, "length": 256, "experts": 4} | sizes
     arguments = tuple(part for key, value in sizes.items() for part in (f"--{key}", str(value)))
     timings = race(HERE, names, threads=threads, rounds=rounds, arguments=arguments)

@@ -165,7 +165,7 @@ def test_convert_writes_a_folder_that_simulate_takes(capsys, tmp_path):
         (["simulate", "TEXT"], r"has no known trace format\. Known: .*bigmoeonedge, cacheable-by-design"),
         (["simulate"], r"TRACE"),
         (["plan", "TRACE", "--expert_bytes", "1MB"], r"--device"),
-        (["plan", "TRACE", "--device", "rtx-4090"], r"does not say how large an expert is"),
+        (["plan", "TRACE", "--device", "rtx-4090"], r"has no expert size"),
         (["plan", "TRACE", "--device", "rtx-409"], r"Unknown device 'rtx-409'. Did you mean 'rtx-4090'"),
         (["plan", "TRACE", "--device", "BROKEN"], r"load_bandwidth is missing"),
         (["plan", "TRACE", "--device", "rtx-4090", "--memory", "lots"], r"--memory: got 'lots'"),

@@ -114,7 +114,7 @@ def test_slots_go_where_they_save_loads():
     ("total", "capacities", "says"),
     [
         (1, None, r"^total: got 1, expected at least one slot for each of the 2 caches\.$"),
-        (4, [2], r"whole miss curves"),
+        (4, [2], r"the miss curve of every capacity"),
     ],
 )
 def test_refused(total, capacities, says):

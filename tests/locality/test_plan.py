@@ -89,7 +89,7 @@ def test_bytes_are_those_given_or_those_of_the_table():
     assert Sizes.of(known) == Sizes((10.0, 30.0), 5.0)
     assert Sizes.of(known, expert=4.0, other=2.0) == Sizes((4.0, 4.0), 2.0)
     assert Sizes.of(table()).other == 0.0
-    says = r"^The trace does not say how large an expert is: pass expert_bytes, such as 14MB\.$"
+    says = r"^The trace has no expert size: pass expert_bytes, such as 14MB\.$"
     with pytest.raises(StickyError, match=says):
         plan(table(expert_bytes=None), DEVICE)
 
@@ -118,8 +118,8 @@ def test_the_smallest_cache_that_is_fast_enough():
         (
             250.0,
             90.0,
-            r"^No cache reaches 90 tokens/s in 250 B: that takes 300 B \(3 slots per cache\); 20 is the most in this "
-            r"budget\.$",
+            r"^No cache reaches 90 tokens/s in 250 B: it needs 300 B \(3 slots per cache\); this budget "
+            r"reaches at most 20\.$",
         ),
         (
             1e3,

@@ -349,7 +349,7 @@ def test_a_wrong_predictor_only_wastes():
     [
         (
             {"batch": True, "prefetch": "previous"},
-            r"^prefetch: not supported for a batch in lockstep; leave out batch or prefetch\.$",
+            r"^prefetch: not supported for a batch in lockstep; omit batch or prefetch\.$",
         ),
         ({"order": "random"}, r"^order: got 'random', expected layer or decode\.$"),
         ({"share_block": 0}, r"^share_block: got 0, expected a whole number of layers ≥ 1"),

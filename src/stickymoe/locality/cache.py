@@ -77,13 +77,13 @@ class Cache:
 
     @property
     def resident(self) -> frozenset[int]:
-        """The experts that have a slot, those in flight included."""
+        """The experts that have a slot, including those in flight."""
         held = self._state[p.HELD, : self.capacity]
         return frozenset(held[held >= 0].tolist())
 
     @property
     def in_flight(self) -> frozenset[int]:
-        """Prefetched experts whose load was neither committed nor cancelled."""
+        """Prefetched experts whose load is neither committed nor cancelled."""
         return frozenset(self._in_flight)
 
     def slot_of(self, expert: int) -> int | None:
@@ -100,13 +100,13 @@ class Cache:
         return self._serve(UNION, sorted(set(experts)))
 
     def prefetch(self, experts: Sequence[int]) -> Outcome:
-        """Reserve slots for what is expected next; of more than fit, the first. The loads are in flight until `commit`.
+        """Reserve slots for the next experts, as many as fit. Their loads are in flight until `commit`.
 
         Experts in flight count as resident. One that is evicted before `commit` is no longer in flight.
         """
         if self.policy.knows == "next_use":
             raise ConfigError(
-                f"{self.policy.name} bounds policies that load on demand: choose another policy, or no prefetch."
+                f"{self.policy.name} bounds policies that load on demand: choose another policy, or omit prefetch."
             )
         outcome = self._serve(PREFETCH, experts)
         self._in_flight.update(load.expert for load in outcome.loads)
@@ -130,14 +130,14 @@ class Cache:
 
     def _require_in_flight(self, expert: int) -> None:
         if expert not in self._in_flight:
-            raise ConfigError(f"Expert {expert} is not in flight; in flight are {sorted(self._in_flight)}.")
+            raise ConfigError(f"Expert {expert} is not in flight: expected one of {sorted(self._in_flight)}.")
 
     def _serve(self, kind: int, experts: Sequence[int]) -> Outcome:
         entries = np.array(experts, np.int64)
         asked: list[int] = entries.tolist()
         distinct = set(asked)
         if len(distinct) < len(asked) or (asked and min(distinct) < 0):
-            raise ConfigError(f"A request names each expert once, by its index: got {asked}.")
+            raise ConfigError(f"request: got experts {asked}, expected different indices ≥ 0.")
         if asked and max(distinct) >= self._state.shape[1] - 1:
             self._grow(max(distinct) + 1)
         s = self._state

@@ -167,7 +167,7 @@ def _bigmoe_table(rows: _Rows, n_experts: int, k: int, sizes: _Sizes, path: Path
     mask, phases = np.zeros(shape[1:3], np.bool_), np.zeros(shape[1:3], np.uint8)
     mask[b, t], phases[b, t] = np.bincount(token) == len(layers) * k, phase
     if not mask.any():
-        raise DataError(f"{path}: no token was routed in all {len(layers)} layers, expected one at least.")
+        raise DataError(f"{path}: no token was routed in all {len(layers)} layers, expected at least one.")
     return table_from(
         path,
         S=S,

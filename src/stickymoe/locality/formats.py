@@ -66,7 +66,7 @@ def _sizes_of(table: RouteTable) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Write into a folder that has no header meanwhile, and so is incomplete."""
+    """Write into a folder without a header, so that it counts as incomplete until the end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "header.json").unlink(missing_ok=True)

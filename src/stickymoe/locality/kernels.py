@@ -1,7 +1,7 @@
 """Compiled loops over traces: requests, miss curves, figures of locality, synthetic traces.
 
 `kind` says what a row of `steps` [n, width] is: skipped, a request of its first k entries, or a prefetch of its first
-p. Where `cold`, the cache is emptied first. State lives in arrays of the caller, so a trace goes through in blocks.
+p. Where `cold`, the cache is emptied first. The caller owns the state arrays, so a trace can be processed in blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write_requests(
     kind: Any,
     cold: Any,
 ) -> int:
-    """Write what the forward passes `begin` … `end` ask for; returns the number of requests, −1 if one repeats.
+    """Write the requests of forward passes `begin` … `end`; returns their number, −1 if one repeats an expert.
 
     Passes go through the layers one by one, or text by text through one layer after another (`layer_by_layer`).
     """
@@ -131,8 +131,8 @@ def next_uses(steps: Any, kind: Any, k: int, n_entries: int) -> Any:
 def recency_depths(steps: Any, kind: Any, cold: Any, k: int, last: Any, depths: Any, clock: int) -> int:
     """Add to `depths[d]` the accesses that an LRU cache of d or more slots (and at least k) would hit.
 
-    The depth of an entry is the number of entries used since then, itself included. Counting over all entries is a
-    loop without branches, which the compiler vectorises. Returns the clock.
+    The depth of an entry is the number of entries used since its last use, including itself. Counting over all entries
+    is a loop without branches, which the compiler vectorises. Returns the clock.
     """
     for i in range(len(steps)):
         if cold[i]:

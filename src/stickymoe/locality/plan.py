@@ -1,6 +1,6 @@
-"""`plan`: what every cache costs on a device, and the smallest one that does what is asked.
+"""`plan`: what every cache costs on a device, and the smallest one that meets a budget.
 
-τ = τ_compute + Σ loads · τ_load per token: the paper's step latency with misses counted, since k > 1.
+τ = τ_compute + Σ loads · τ_load per token: the paper's step latency, with every miss counted, since k > 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sizes:
         elif table.expert_bytes is not None:
             experts = tuple(float(size) for size in table.expert_bytes)
         else:
-            raise ConfigError("The trace does not say how large an expert is: pass expert_bytes, such as 14MB.")
+            raise ConfigError("The trace has no expert size: pass expert_bytes, such as 14MB.")
         return cls(experts, float(table.other_bytes or 0) if other is None else other)
 
     def of_slots(self, layers_per_cache: int) -> list[float]:
@@ -49,7 +49,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Budget:
-    """What is asked of a device: bytes of fast memory, and tokens per second if that matters."""
+    """The requirements: bytes of fast memory, and optionally tokens per second."""
 
     memory: float
     tokens_per_s: float | None = None
@@ -111,9 +111,9 @@ def plan(
 ) -> Plan:
     """Plan for a device, or a profile by its name; `memory` is the device's fast memory by default.
 
-    The answer is the smallest cache that reaches `tokens_per_s`, or without that the fastest that fits. Bytes are those
-    of the table unless given. `allocated` divides the slots over the caches by their miss curves. `useful` leaves out
-    caches that cannot hold a token's experts.
+    The answer is the smallest cache that reaches `tokens_per_s`, or, without a speed, the fastest that fits. Bytes
+    default to those of the table. `allocated` divides the slots over the caches by their miss curves. `useful` leaves
+    out caches that cannot hold a token's experts.
     """
     device = load_device(device) if isinstance(device, str) else device
     access = access or Access(order="decode")
@@ -185,7 +185,7 @@ def _answer(points: dict[str, list[Point]], budget: Budget) -> Answer:
 
 
 def smallest(points: Sequence[Point], budget: Budget) -> Answer:
-    """The smallest cache that is fast enough; if no speed is asked for, the fastest that fits."""
+    """The smallest cache that is fast enough; without a required speed, the fastest that fits."""
     fitting = [p for p in points if p.memory <= budget.memory]
     if not fitting:
         least = min(points, key=lambda p: p.memory)
@@ -208,8 +208,8 @@ def _why_too_slow(points: Sequence[Point], best: Point, tokens_per_s: float) -> 
     faster = [p for p in points if p.tokens_per_s >= tokens_per_s]
     if faster:
         needed = min(faster, key=lambda p: p.memory)
-        most = f"{speed_text(best.tokens_per_s)} is the most in this budget"
-        return f"that takes {bytes_text(needed.memory)} ({_slots(needed)}); {most}"
+        most = f"this budget reaches at most {speed_text(best.tokens_per_s)}"
+        return f"it needs {bytes_text(needed.memory)} ({_slots(needed)}); {most}"
     fastest = max(points, key=lambda p: p.tokens_per_s)
     loads = f"{fastest.loads_per_token:.3g} loads per token remain"
     return f"even the fastest cache, {_slots(fastest)}, reaches {speed_text(fastest.tokens_per_s)} ({loads})"

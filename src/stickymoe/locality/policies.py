@@ -46,8 +46,8 @@ NEVER = np.iinfo(np.int64).max  # a next use that never comes, and the score of 
 Knowledge = Literal["rank", "next_use"]
 
 
-# The state of a cache is one array of whole numbers [rows, entries + 1]: compiled code passes one array for free, and
-# a dozen at the cost of a replayed request. These are its rows.
+# The state of a cache is one array of whole numbers [rows, entries + 1]. Passing one array to compiled code is free;
+# passing a dozen costs as much as a replayed request. These are its rows.
 SLOT = 0  # the slot of each entry, −1 if it is not resident
 PINNED = 1  # whether the request being served needs a resident entry: 0, 1 (it was resident) or 2 (it was loaded)
 UNUSED = 2  # whether an entry was prefetched and not yet requested
@@ -74,7 +74,7 @@ def new_state(n_entries: int, capacity: int) -> State:
 
 @njit(cache=True)
 def clear(s: Any) -> None:
-    """Empty the cache; counts of hits and prefetches go on."""
+    """Empty the cache; the counts of hits and prefetches are kept."""
     end = s.shape[1] - 1
     s[SLOT] = s[HELD] = -1
     s[UNUSED] = 0
@@ -96,7 +96,7 @@ def append(s: Any, e: int) -> None:
 
 @njit(cache=True)
 def unlink(s: Any, e: int) -> None:
-    """Take an entry out of the order."""
+    """Remove an entry from the order."""
     s[NEWER, s[OLDER, e]] = s[NEWER, e]
     s[OLDER, s[NEWER, e]] = s[OLDER, e]
 
@@ -155,11 +155,11 @@ _POLICIES: dict[str, Policy] = {}
 
 
 def register_policy(name: str, *, knows: Knowledge | None = None) -> Callable[[type], type]:
-    """Make a policy known under `name`. A name can be registered once."""
+    """Register a policy under `name`. A name can be registered once."""
 
     def register(cls: type) -> type:
         if name in _POLICIES:
-            raise ConfigError(f"Policy '{name}' is registered twice.")
+            raise ConfigError(f"Policy '{name}' is registered twice; choose another name.")
         functions: dict[str, Any] = {role: getattr(cls, role, None) for role in ("used", "victim", "forget")}
         for required in ("used", "victim"):
             if functions[required] is None:
@@ -313,8 +313,8 @@ class Static:
 class Belady:
     """Evicts the entry whose next use is farthest in the future: no policy that loads on demand misses less.
 
-    A union larger than the cache is an exception: how it is split depends on what is resident, so that another policy
-    can, rarely, miss a little less.
+    A union larger than the cache is an exception: how it is split depends on what is resident, so
+    another policy can in rare cases miss slightly less.
     """
 
     @staticmethod

@@ -13,12 +13,12 @@ from stickymoe.errors import DataError
 from stickymoe.locality.formats import create_table, load_table, save_table
 from stickymoe.locality.table import RouteTable, release
 
-_PADDING = {"mask": False, "doc": -1}  # what stands behind the end of a shorter sequence; 0 in the other arrays
+_PADDING = {"mask": False, "doc": -1}  # fills the end of shorter sequences; 0 in the other arrays
 _BY_LAYER = ("S", "weights")
 
 
 class _Layout(NamedTuple):
-    """What all tables of a recorder have in common."""
+    """What is the same in all tables of a recorder."""
 
     n_layers: int
     n_experts: int
@@ -103,7 +103,7 @@ class Recorder:
         return self._scratch / f"{i:08d}"
 
     def _discard_earlier(self) -> None:
-        """Discard what the folder has: after an interruption, an earlier table must not pass for the new one."""
+        """Discard what the folder has: after an interruption, an earlier table must not be mistaken for the new one."""
         if self.folder is not None:
             (self.folder / "header.json").unlink(missing_ok=True)
             shutil.rmtree(self._scratch, ignore_errors=True)

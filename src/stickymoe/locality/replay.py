@@ -107,7 +107,7 @@ def replay_stream(stream: Stream, *, policy: str, capacity: SupportsIndex) -> Ca
     """The hits and misses of one cache that gets a stream of requests."""
     found, slots = find_policy(policy), require_slots(capacity)
     if found.knows == "next_use" and stream.access.prefetch is not None:
-        raise ConfigError(f"{policy} bounds policies that load on demand: choose another policy, or no prefetch.")
+        raise ConfigError(f"{policy} bounds policies that load on demand: choose another policy, or omit prefetch.")
     state = p.new_state(stream.n_entries, min(slots, stream.n_entries))
     if found.knows == "rank":
         state[p.HINT, : stream.n_entries] = _rank(stream)
@@ -257,8 +257,8 @@ def miss_curve(
 ) -> MissCurve:
     """Misses for every capacity up to the number of entries, or for the given ones.
 
-    For a stack policy, one pass counts every capacity from k on. Below k, where a request is served one expert after
-    another, a second pass does. Other policies, prefetch, prompts and batches are replayed at each capacity.
+    For a stack policy, one pass counts every capacity from k on. Below k, a request is served one expert after another,
+    and a second pass counts the misses. Other policies, prefetch, prompts and batches are replayed at each capacity.
     """
     stack = find_policy(policy).name in STACK_POLICIES
     found = streams(table, access or Access())
@@ -308,7 +308,7 @@ def _depths(stream: Stream, policy: str, *, joint: bool) -> Int64[np.ndarray, " 
 
 
 def _one_by_one(rows: Rows, k: int) -> Rows:
-    """Each expert a request of its own, heaviest first."""
+    """Make each expert a request of its own, heaviest first."""
     cold = np.zeros((len(rows.steps), k), np.bool_)
     cold[:, 0] = rows.cold
     return Rows(rows.steps.reshape(-1, 1), np.repeat(rows.kind, k), cold.reshape(-1))
@@ -321,7 +321,7 @@ def allocate(curve: MissCurve, total: int) -> list[int]:
     """
     n_caches, sizes = curve.misses.shape
     if curve.capacities.tolist() != list(range(1, sizes + 1)):
-        raise ConfigError("Slots are chosen from whole miss curves: leave capacities out.")
+        raise ConfigError("allocate needs the miss curve of every capacity: compute it without capacities.")
     require(total >= n_caches, "total", total, f"at least one slot for each of the {n_caches} caches")
     total = min(total, n_caches * sizes)
     best = np.full(total + 1, np.inf)

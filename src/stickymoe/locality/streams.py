@@ -56,14 +56,14 @@ def join(parts: Iterable[Requests]) -> Requests:
 
 @dataclass(frozen=True)
 class Access:
-    """How a device goes through a table.
+    """How a device runs through a table.
 
-    order: "layer" takes a sequence (or document) through one layer after another, "decode" takes token by token
-        through the layers. It makes a difference only where layers share a cache
+    order: "layer" runs a sequence (or document) through one layer after another, "decode" runs each token through all
+        layers before the next token. The order matters only if layers share a cache
     pool: one cache for all layers
     share_block: adjacent layers that use the same weights; None for what the table says, "full" for all layers
-    warm: keep caches over sequences and documents instead of emptying them
-    top1: ask for the heaviest expert only, as the paper does
+    warm: keep the content of caches between sequences and documents
+    top1: request only the heaviest expert, as the paper does
     batch: all sequences run in lockstep through the same caches. Their tokens at one step are one forward pass
     prefetch: before each token, load the set of the previous token of the layer ("previous"), or predicted sets
         [L, B, T, p]. Prompts are not prefetched
@@ -85,7 +85,7 @@ class Access:
         if isinstance(self.prefetch, str):
             require(self.prefetch == "previous", "prefetch", self.prefetch, "previous, or predicted sets")
         if self.batch and self.prefetch is not None:
-            raise ConfigError("prefetch: not supported for a batch in lockstep; leave out batch or prefetch.")
+            raise ConfigError("prefetch: not supported for a batch in lockstep; omit batch or prefetch.")
 
     def layers_per_tensor(self, table: RouteTable) -> int:
         """Adjacent layers that use the same weights."""
@@ -105,7 +105,7 @@ class Passes:
     """The forward passes of a table that has prompts or a batch, over its flat tokens.
 
     tokens: real tokens in the order of their passes
-    first: where each pass begins in `tokens`, and last their number
+    first: where each pass begins in `tokens`; the last value is the number of tokens
     opens: passes that begin a text
     decodes: passes of one decoded token, which can be prefetched
     """
@@ -119,9 +119,10 @@ class Passes:
 def forward_passes(table: RouteTable, access: Access) -> Passes | None:
     """The forward passes of a table; None if every pass has one token.
 
-    Consecutive prefill tokens of a text are one pass, every other token is one. In a batch, the tokens of a step are in
-    the same pass, consecutive steps of prefill tokens only are one pass, and a text begins where all sequences begin
-    one. Padding is in no pass. A pass of one token asks for its experts heaviest first, one of several for their union.
+    Consecutive prefill tokens of a text are one pass; every other token is a pass. In a batch, the tokens of a step are
+    in the same pass, consecutive steps with only prefill tokens are one pass, and a text begins where all sequences
+    begin one. Padding is in no pass. A pass of one token requests its experts, heaviest first; a pass of several tokens
+    requests their union.
     """
     real = np.asarray(table.mask)
     prompt = np.zeros_like(real) if table.phase is None else real & (table.phase == 0)
@@ -175,7 +176,7 @@ class Stream:
 
     @cached_property
     def accesses(self) -> int:
-        """Experts asked for, prefetches not counted."""
+        """Number of requested experts, without prefetches."""
         if self.passes is None:
             return self.real_tokens * len(self.S) * self.k
         sizes = (np.diff(block.bounds)[block.kind != PREFETCH].sum() for block in self.requests())
@@ -242,7 +243,7 @@ class Stream:
 
     @property
     def _layer_by_layer(self) -> bool:
-        """Whether a text goes through all of a layer before the next one."""
+        """Whether a whole text passes one layer before the next."""
         return len(self.S) > 1 and self.access.order == "layer"
 
     def _pieces(self) -> Iterator[tuple[slice, slice]]:
@@ -315,7 +316,7 @@ def _interleave(
     kind: UInt[np.ndarray, "n layers"],
     cold: Bool[np.ndarray, "n layers"],
 ) -> Rows:
-    """Every request after the prefetch for it."""
+    """Insert each prefetch before its request."""
     k, p = steps.shape[2], expected.shape[2]
     both = np.zeros((*kind.shape, 2, max(k, p)), steps.dtype)
     both[:, :, 0, :p] = expected

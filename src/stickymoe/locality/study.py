@@ -144,7 +144,7 @@ def default_capacities(stream: Stream) -> list[int]:
 
 
 def largest_tie(table: RouteTable, access: Access) -> int:
-    """The most slots with which all policies tie: a token's experts, or all that a pool gets between two uses."""
+    """The largest number of slots where all policies tie: a token's experts, or a pool's requests between two uses."""
     return max(_needed(table, access), _between(table, access))
 
 
@@ -158,7 +158,7 @@ def _needed(table: RouteTable, access: Access) -> int:
 
 
 def _between(table: RouteTable, access: Access) -> int:
-    """Entries of other layers that a pool is asked for before the same layer's turn comes again."""
+    """Entries of other layers that are requested from a pool before the same layer comes again."""
     if not access.pool or access.order != "decode":
         return 0
     tensors = math.ceil(table.n_layers / access.layers_per_tensor(table))

@@ -28,9 +28,9 @@ def index_dtype(n_experts: int) -> type[np.unsignedinteger[Any]]:
 
 
 def release(array: Shaped[np.ndarray, ...]) -> None:
-    """Drop the pages that were read of a mapped array: otherwise they count as memory of this process."""
+    """Drop the pages of a mapped array that were read: otherwise they count as memory of this process."""
     mapping = getattr(array, "_mmap", None)
-    private = getattr(array, "mode", None) == "c"  # what was written to such a mapping is nowhere else
+    private = getattr(array, "mode", None) == "c"  # data written to such a mapping exists nowhere else
     if mapping is not None and not private and hasattr(mmap, "MADV_DONTNEED"):
         mapping.madvise(mmap.MADV_DONTNEED)
 

@@ -1,4 +1,4 @@
-"""Between tensors and the arrays that compiled loops work on."""
+"""Convert between tensors and the arrays that compiled loops use."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from stickymoe.routing import kernels
 
 
 def as_numpy(x: Shaped[Tensor, ...]) -> Shaped[np.ndarray, ...]:
-    """The tensor's own memory where that is possible, for reading."""
+    """The tensor as an array for reading; it shares memory if possible."""
     return np.ascontiguousarray(x.numpy(force=True))
 
 
 def as_tensor(array: Shaped[np.ndarray, ...], like: Tensor) -> Shaped[Tensor, ...]:
-    """The array's own memory on the CPU, a copy on another device."""
+    """The array as a tensor: shared memory on the CPU, a copy on another device."""
     tensor = torch.from_numpy(array)
     return tensor if like.is_cpu else tensor.to(like.device)
 

@@ -1,4 +1,4 @@
-"""Choices that are fixed before training: a gate only weighs the chosen experts.
+"""Choices that are fixed before training: a gate only sets the weights of the chosen experts.
 
 B sequences, T tokens, N experts, k experts per token.
 """
@@ -18,7 +18,7 @@ _NO_BOUNDARIES = np.empty((0, 0), np.bool_)
 
 @dataclass(frozen=True)
 class Hashed(ScannedChoice):
-    """S_t = hash(token, layer): Roller et al. With k=1 the gate has no influence; with more it weighs the chosen."""
+    """S_t = hash(token, layer): Roller et al. With k=1 the gate has no influence; with k>1 it sets the weights."""
 
     layer: int
 

@@ -78,10 +78,10 @@ def _heaviest(g: Any, among: Any, left: Any, S: Any) -> None:
 
 @njit(cache=True)
 def _draw(key: int, salt: int, lots: int, best: Any, k: int, chosen: Any) -> None:
-    """Mark the k entries that a key draws, always the same; `best` is scratch.
+    """Mark k entries by a hash of `key` and `salt`; `best` is scratch.
 
-    Entries own `lots` in turn: an entry with twice as many lots is twice as likely to be drawn first, and so on among
-    the rest.
+    Lot i belongs to entry i mod n. An entry with twice as many lots is twice as likely to be drawn first, and likewise
+    in each next draw among the rest.
     """
     best[:] = np.iinfo(np.int64).min
     for i in range(lots):
@@ -234,8 +234,8 @@ def _slot_mean(x: Any, slot: int, capacity: int) -> float:
 def slot_logits(logits: Any, position: Any, averages: Any, capacity: int, d: float, s: float, out: Any) -> None:
     """Slot means averaged with decay d plus the experts' own logits averaged with decay s; slots are i mod C.
 
-    Of `logits` [B, T, 2·N] the first N are for slots, the others for experts. Of [B, T, 3·N] the last N are averaged
-    for slots, and the slot means of the first N are added unaveraged. Both `averages` [B, 2·N] are updated.
+    In `logits` [B, T, 2·N], the first N are for slots, the others for experts. In [B, T, 3·N], the last N are averaged
+    for slots, and the slot means of the first N are added without averaging. Both `averages` [B, 2·N] are updated.
     """
     B, T, N = out.shape
     token = logits.shape[2] == 3 * N
@@ -313,7 +313,7 @@ def slot_choice(
 ) -> None:
     """S = the k heaviest residents, one resident for each slot i mod C; `resident` and `age` [B, N] are updated.
 
-    The age of a resident counts tokens since its load, up to `rest`: loads are at least so many tokens apart. With
+    The age of a resident counts tokens since its load, up to `rest`: loads are at least `rest` tokens apart. With
     `keys` [B, T] the k slots of a token are drawn by its key, and a slot has as many lots as experts.
     """
     B, T, N = g.shape
@@ -419,7 +419,7 @@ def span_keys(values: Any, position: Any, boundaries: Any, window: int, last: An
 
 @njit(cache=True)
 def hashed(keys: Any, g: Any, salt: int, S: Any) -> None:
-    """For every key k different experts, always the same, heaviest first; all experts are equally likely."""
+    """k different experts by a hash of each key, heaviest first; all experts are equally likely."""
     B, T, N = g.shape
     best_lot, chosen, left = np.empty(N, np.int64), np.empty(N, np.bool_), np.empty(N, np.bool_)
     for b in range(B):
@@ -430,7 +430,7 @@ def hashed(keys: Any, g: Any, salt: int, S: Any) -> None:
 
 @njit(cache=True)
 def soft_cache(use: Any, valid: Any, start: Any, capacity: float, held: Any, misses: Any) -> None:
-    """a = u·(1−m) to `misses`, m before each token to `held`; tokens that are not `valid` leave the cache alone.
+    """a = u·(1−m) to `misses`, m before each token to `held`; tokens that are not `valid` are skipped.
 
     Then m ← m + a − e, where e evicts what exceeds C, in proportion to m·(1−u).
     """

@@ -19,7 +19,7 @@ from stickymoe.routing.ties import TiedExperts
 class SidePart(nn.Module, ABC):
     """A module beside the experts of a layer; its output is added to the residual stream.
 
-    Like a router, it works on a whole sequence or on its continuation, with the same outcome. `lr_scale` is the
+    Like a router, it works on a whole sequence or on its continuation, with the same result. `lr_scale` is the
     learning rate of its slow parameters, relative to that of the model.
     """
 
@@ -30,7 +30,7 @@ class SidePart(nn.Module, ABC):
         """The output for the tokens of `x`, which continue those that `state` remembers, and the new state."""
 
     def initialise(self) -> None:
-        """Give parameters their start values, after the model has drawn its own."""
+        """Initialise the parameters, after the model has initialised its own."""
 
     def slow_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that stay in slow memory; a token reads some of their rows, and gradients are sparse."""
@@ -46,7 +46,7 @@ class SidePart(nn.Module, ABC):
 class LayerParts:
     """The parts of one layer. No `rule` means a dense layer of the same active width.
 
-    gate_only: also compute gates whose gradient reaches the gate's weights alone, for terms that ask for them
+    gate_only: also compute gates whose gradient reaches the gate's weights alone, for terms that need them
     """
 
     rule: RoutingRule | None = None

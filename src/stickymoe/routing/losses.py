@@ -26,7 +26,7 @@ _SMALL = 1e-6  # keeps logarithms finite where a gate is 0 or 1
 
 @dataclass(frozen=True)
 class LossContext:
-    """What a loss needs beside the trace.
+    """What a loss needs in addition to the trace.
 
     `load` is the expert load f of the whole batch, where the trace holds only the part of one process. `share_block`
     adjacent layers use the same expert weights. `reference` is the trace of a frozen model on the same tokens.
@@ -48,7 +48,7 @@ class Objective:
 def objective(
     trace: RoutingTrace, terms: Iterable[Term], context: LossContext | None = None, progress: float = 1.0
 ) -> Objective:
-    """eq:total_loss, eq:total_loss_softhard, eq:full_loss, eq:base. Everything beside cross-entropy: Σ weight · term.
+    """eq:total_loss, eq:total_loss_softhard, eq:full_loss, eq:base. Everything except cross-entropy: Σ weight · term.
 
     `progress` is the fraction of the training phase that has passed; terms with a warm-up depend on it.
     """
@@ -135,7 +135,7 @@ def anchor_by_layer(trace: RoutingTrace, *, window: int, anchor_gradient: bool =
 def cross_layer_loss(trace: RoutingTrace, *, share_block: int | None = None) -> Float[Tensor, ""]:
     """eq:cross_loss. Σ_ℓ ‖g^(ℓ) − g^(ℓ+1)‖² over adjacent layers, mean over real tokens.
 
-    With `share_block` only pairs inside a block of so many layers count: the others share no weights.
+    With `share_block` only pairs inside a block of that many layers count: other pairs share no weights.
     """
     step = (trace.g[1:] - trace.g[:-1]).square().sum(-1)  # [L-1, B, T]
     counted: Tensor = trace.mask
@@ -148,8 +148,8 @@ def cross_layer_loss(trace: RoutingTrace, *, share_block: int | None = None) -> 
 def boundary_by_layer(trace: RoutingTrace, *, across: float) -> Float[Tensor, " L"]:
     """Σ ω·‖g_t − g_t−1‖² / Σ ω over pairs; ω = `across` where t begins a sentence or paragraph, 1 elsewhere.
 
-    The weights are normalised, so pairs inside a sentence gain what pairs across an end lose. Without flags it is
-    eq:cons_loss.
+    The weights are normalised, so pairs inside a sentence gain what pairs across an end lose. Without boundaries it
+    equals eq:cons_loss.
     """
     if trace.boundary is None:
         return consistency_by_layer(trace)

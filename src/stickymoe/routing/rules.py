@@ -7,7 +7,7 @@ A router is a gate (hidden state → logits) and a rule. The rule works in four 
     choice    scores → k experts       top-k, or top-k among resident experts, …
     weights   p at the chosen → w      renormalised or not, scaled (`Scoring`)
 
-Rules work on a whole sequence or on its continuation, token by token, with the same outcome: `RouterState` carries what
+Rules work on a whole sequence or on its continuation, token by token, with the same result: `RouterState` carries what
 the next tokens need. On the CPU and without gradient, parts that have a `scan` do the same in compiled loops over
 arrays: for a single token, calls into torch would cost more than the routing itself.
 
@@ -34,7 +34,7 @@ from stickymoe.routing.trace import combine_weights, top_k_experts
 
 @dataclass(frozen=True)
 class RouterInput:
-    """What a router may read. Everything beside `h` is optional; a rule that needs more says so.
+    """What a router may read. All fields except `h` are optional; a rule that needs a missing field raises an error.
 
     h: the normalised hidden state, which the experts get too
     attended: the attended values before the output projection of the preceding attention
@@ -191,7 +191,7 @@ class Filter(Protocol):
     """A change of the logits before they are scored.
 
     A filter reads `gates` logits of each expert, M = gates · N of a token: first those of one gate, then those of the
-    next. All gates are one matrix, so one product.
+    next. All gates are one matrix and need one product.
     """
 
     gates: int

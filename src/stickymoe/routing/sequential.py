@@ -1,4 +1,4 @@
-"""Rule parts in which a token's outcome depends on the token before: compiled scans of O(B·T·N) memory.
+"""Rule parts in which the result of a token depends on the token before: compiled scans of O(B·T·N) memory.
 
 The scans run on the CPU. Logits of another device are copied there and back: N numbers per token.
 B sequences, T tokens, N experts, k experts per token, M logits of a token.
@@ -155,7 +155,7 @@ class SlotGates:
 
 
 class _Average(torch.autograd.Function):
-    """Gives the result of kernels.average its gradient; `arrays` are the inputs, and last the output."""
+    """Adds the gradient to `kernels.average`; `arrays` are its inputs, then its output."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, decay: Tensor | None, smooth: Tensor, arrays: tuple[Any, ...]) -> Tensor:
@@ -227,8 +227,8 @@ class Residency(ResidentChoice):
     """S_t = top-k of g_t among C residents; the best non-resident replaces the worst resident if it wins by ρ.
 
     Experts are compared by their demand: the logit, or with `average` > 0 the running average of g with that decay. A
-    document starts with the top-C resident. Ties in demand go to the lowest index. The first `pinned` experts are never
-    evicted. Annealing scales ρ, and the memory of the average.
+    document starts with the top-C experts resident. Ties in demand go to the lowest index. The first `pinned` experts
+    are never evicted. Annealing scales ρ, and the memory of the average.
     """
 
     margin: float
@@ -238,7 +238,7 @@ class Residency(ResidentChoice):
     def choose_resident(
         self, rank: Any, g: Any, x: RouterInput, state: RouterState, strength: float, S: Any
     ) -> RouterState:
-        # Experts that cannot be chosen rank at −∞, which no average can be formed with.
+        # Experts that cannot be chosen rank at −∞, which would stay in the average for ever.
         signal = g if self.average else np.maximum(rank, np.finfo(rank.dtype).min)
         position, N = x.array("position"), g.shape[-1]
         demand = state.remembered("demand", position, N, g.dtype)
@@ -255,10 +255,10 @@ class Rent(ResidentChoice):
     """S_t = top-k of g_t among C residents; a non-resident is loaded when the weight it missed adds up to the price θ.
 
     At each token, a non-resident misses the part of its g above the smallest g of the chosen experts. It is loaded only
-    at a token that would choose it. Of several, the one that missed most is loaded. It replaces the least recently used
-    resident; among experts last used at the same token, the one with the lowest weight; among experts never used, the
-    one with the lowest g, then the highest index. So an LRU cache of C slots loads no more experts than this rule. A
-    document starts with the top-C resident. Annealing scales θ.
+    at a token that would choose it. If several qualify, the one that missed most is loaded. It replaces the least
+    recently used resident; among experts last used at the same token, the one with the lowest weight; among experts
+    never used, the one with the lowest g, then the highest index. So an LRU cache of C slots loads no more experts than
+    this rule. A document starts with the top-C experts resident. Annealing scales θ.
     """
 
     price: float
@@ -282,7 +282,7 @@ class SlotChoice(ScannedChoice):
     first slot), if the last load was at least 1/B tokens ago, rounded up: in n tokens after the first load, at most
     1 + B·n loads. A document starts with the heaviest expert of each slot resident.
 
-    With `hashed`, a layer index, the k slots of a token come from hash(token, layer), and the gate only weighs them.
+    With `hashed`, a layer index, the k slots of a token come from hash(token, layer), and the gate only sets weights.
     Slots with more experts are drawn more often: in proportion to their number of experts for the first of the k, and
     likewise among the remaining slots for each next one.
     """
@@ -303,7 +303,7 @@ class SlotChoice(ScannedChoice):
 
     @cached_property
     def _limits(self) -> tuple[float, int]:
-        """The margin, and the number of tokens between two loads. With no budget, no expert wins by enough."""
+        """The margin, and the number of tokens between two loads. With budget 0 the margin is infinite."""
         rest = 1 / self.budget if self.budget else math.inf
         return (self.margin, math.ceil(round(rest, 6))) if rest < _FOREVER else (math.inf, 1)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Term:
     """The summand `weight · fn(trace, context)`.
 
-    `fn` returns one value per layer, of which the mean counts, or a scalar. `layers` are factors on the values of the
+    `fn` returns a scalar, or one value per layer, which are averaged. `layers` are factors on the values of the
     layers. The weight grows linearly from 0 to its full size over the fraction `warmup` of the phase.
     """
 
