@@ -33,6 +33,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             f.flush()
             os.fsync(f.fileno())
         temporary.replace(path)
+        _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

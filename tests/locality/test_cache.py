@@ -160,7 +160,7 @@ def test_a_request_that_names_no_expert_or_one_twice_is_refused(action, wanted):
 
 def test_an_empty_request_does_nothing():
     cache = Cache(capacity=2)
-    assert cache.request([]) == cache.request_union([]) == cache.prefetch([]) == ((), (), ())
+    assert cache.request([]) == cache.request_union([]) == cache.prefetch([]) == ((), (), (), ())
     assert cache.resident == frozenset()
 
 
@@ -311,8 +311,8 @@ def test_compiled_loops_are_kept_for_one_version_of_the_code(tmp_path, monkeypat
         file.write_text(f"def used(s, e, new):\n    {text}\n")
         scope = {}
         exec(compile(file.read_text(), file, "exec"), scope)
-        seen.add(p._digest(scope["used"]))
+        seen.add(p._digest([scope["used"]]))
     (tmp_path / "policies.py").write_text("edited")
     monkeypatch.setattr(p, "__file__", str(tmp_path / "policies.py"))
-    seen.add(p._digest(scope["used"]))
+    seen.add(p._digest([scope["used"]]))
     assert len(seen) == 3

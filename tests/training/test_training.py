@@ -396,7 +396,7 @@ def test_bf16_trains(flags: list[str], small: Small, finished: Finished, tmp_pat
     assert all(w.dtype == torch.float32 for w in weights(out, 12).values())
 
 
-@pytest.mark.parametrize("variant", ["soft", "remoe"])
+@pytest.mark.parametrize("variant", ["soft", "remoe", "lookup"])
 def test_two_processes_have_the_losses_of_one(
     flags: list[str], finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:

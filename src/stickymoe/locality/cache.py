@@ -40,11 +40,14 @@ class Outcome(NamedTuple):
     hits: experts that were resident
     loads: experts that were not, in the order in which they are loaded
     late: hits whose prefetch is still in flight; the caller waits for them
+    interrupted: experts that were evicted while their prefetch was in flight; the caller waits for their loads to end
+        before it loads into the same slots
     """
 
     hits: tuple[int, ...]
     loads: tuple[Load, ...]
     late: tuple[int, ...] = ()
+    interrupted: tuple[int, ...] = ()
 
     @property
     def evictions(self) -> tuple[int, ...]:
@@ -152,8 +155,9 @@ class Cache:
         if not self._in_flight:
             return Outcome(hits, loads)
         late = tuple(e for e in hits if e in self._in_flight)
+        interrupted = tuple(e for e in evicted if e in self._in_flight)
         self._in_flight.difference_update(evicted)
-        return Outcome(hits, loads, late)
+        return Outcome(hits, loads, late, interrupted)
 
     def _look_ahead(self, requests: list[list[int]]) -> None:
         """Give the policy what it knows of the requests to come."""

@@ -61,7 +61,8 @@ def create_table(
 
 
 def _sizes_of(table: RouteTable) -> dict[str, Any]:
-    return {"expert_bytes": table.expert_bytes, "other_bytes": table.other_bytes, "share_block": table.share_block}
+    names = ("expert_bytes", "other_bytes", "share_block", "row_bytes")
+    return {name: getattr(table, name) for name in names}
 
 
 @contextlib.contextmanager
@@ -111,6 +112,7 @@ def load_table(folder: Path) -> RouteTable:
         expert_bytes=sizes,
         other_bytes=header.get("other_bytes"),
         share_block=header.get("share_block", 1),
+        row_bytes=header.get("row_bytes", 0),
         **arrays,
     )
 
@@ -138,7 +140,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
     sizes = header.get("expert_bytes", 1)
     numbers = [("n_experts", header.get("n_experts"), 1), ("share_block", header.get("share_block", 1), 1)]
     numbers += [("expert_bytes", size, 1) for size in (sizes if isinstance(sizes, list) else [sizes])]
-    for key, value, least in [*numbers, ("other_bytes", header.get("other_bytes", 0), 0)]:
+    for key, value, least in [*numbers, *((key, header.get(key, 0), 0) for key in ("other_bytes", "row_bytes"))]:
         if type(value) is not int or value < least:
             raise DataError(f"{path}: got {key} {shown(value)}, expected an integer ≥ {least}.")
     return header

@@ -7,7 +7,7 @@ The equations are in `metrics` (the paper's metrics and load), `figures` (reuse,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float, Integer
@@ -96,4 +96,5 @@ def _pool_hit_rate(table: RouteTable, capacity: int) -> float:
     Where layers share experts, a shared expert is one entry, so models that share can be compared with others.
     """
     access = Access(order="decode", pool=True)
-    return 1 - simulate(table, capacity=capacity * table.n_layers, access=access).miss_rate
+    per_token = replace(table, phase=None)
+    return 1 - simulate(per_token, capacity=capacity * table.n_layers, access=access).miss_rate

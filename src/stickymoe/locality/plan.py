@@ -117,6 +117,9 @@ def plan(
     """
     device = load_device(device) if isinstance(device, str) else device
     access = access or Access(order="decode")
+    require(len(policies) > 0, "policies", tuple(policies), "at least one policy")
+    if access.prefetch is not None:
+        raise ConfigError("plan: got a prefetch, but it counts loads on demand only; use simulate for prefetch.")
     budget = Budget(device.fast_memory if memory is None else memory, tokens_per_s)
     sizes = Sizes.of(table, expert_bytes, other_bytes)
     points = {}
@@ -142,6 +145,7 @@ def cache_points(
         raise ConfigError("The trace has no tokens, so there is nothing to plan for.")
     n_caches, compute_ms = len(curve.misses), token_ms(table, device, sizes)
     slot_bytes = sizes.of_slots(access.layers_per_cache(table))
+    rows_ms = device.load_ms(table.row_bytes) if table.row_bytes else 0.0  # one read: all addresses are known at once
     points = []
     for i, capacity in enumerate(curve.capacities.tolist()):
         if allocated:
@@ -157,8 +161,8 @@ def cache_points(
                 memory=sum(c * size for c, size in zip(slots, slot_bytes, strict=True)) + sizes.other,
                 miss_rate=sum(misses) / int(curve.accesses.sum()),
                 loads_per_token=sum(misses) / curve.tokens,
-                bytes_per_token=sum(n * size for n, size in loads) / curve.tokens,
-                ms_per_token=compute_ms + sum(n * device.load_ms(size) for n, size in loads) / curve.tokens,
+                bytes_per_token=sum(n * size for n, size in loads) / curve.tokens + table.row_bytes,
+                ms_per_token=compute_ms + rows_ms + sum(n * device.load_ms(size) for n, size in loads) / curve.tokens,
             )
         )
     return points

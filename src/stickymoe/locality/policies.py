@@ -27,7 +27,7 @@ A policy is a class with up to three static functions, which numba compiles:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -171,7 +171,7 @@ def register_policy(name: str, *, knows: Knowledge | None = None) -> Callable[[t
             used=njit(functions["used"]),
             victim=njit(functions["victim"]),
             forget=njit(functions["forget"] or _forget_nothing),
-            source=_digest(functions["used"]),
+            source=_digest([f for f in functions.values() if f is not None]),
         )
         return cls
 
@@ -182,12 +182,12 @@ def _forget_nothing(s: Any, e: int) -> None:
     pass
 
 
-def _digest(function: FunctionType) -> str:
+def _digest(functions: Sequence[FunctionType]) -> str:
     """Identifies the code of a policy and of the functions above: compiled loops on disk must not outlive either."""
-    file = Path(function.__code__.co_filename)
-    if not file.is_file():  # defined in an interactive session
+    files = sorted({Path(__file__), *(Path(function.__code__.co_filename) for function in functions)})
+    if not all(file.is_file() for file in files):  # defined in an interactive session
         return ""
-    return hashlib.sha1(file.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:10]
+    return hashlib.sha1(b"".join(file.read_bytes() for file in files)).hexdigest()[:10]
 
 
 def find_policy(name: str) -> Policy:

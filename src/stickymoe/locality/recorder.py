@@ -75,15 +75,27 @@ class Recorder:
         self._shapes.append(table.mask.shape)
         for name in layout.arrays:
             dtype = getattr(table, name).dtype
+            if name == "doc":  # padding is −1
+                dtype = np.promote_types(dtype, np.int8)
             self._dtypes[name] = np.promote_types(self._dtypes.get(name, dtype), dtype)
 
     def finish(
-        self, *, expert_bytes: tuple[int, ...] | None = None, other_bytes: int | None = None, share_block: int = 1
+        self,
+        *,
+        expert_bytes: tuple[int, ...] | None = None,
+        other_bytes: int | None = None,
+        share_block: int = 1,
+        row_bytes: int = 0,
     ) -> RouteTable:
         """The whole table, with what is known of the model's sizes; refused if nothing was added."""
         if self._layout is None:
             raise DataError("Nothing was recorded: add at least one table before finish.")
-        sizes = {"expert_bytes": expert_bytes, "other_bytes": other_bytes, "share_block": share_block}
+        sizes = {
+            "expert_bytes": expert_bytes,
+            "other_bytes": other_bytes,
+            "share_block": share_block,
+            "row_bytes": row_bytes,
+        }
         shapes = {name: (self._shape(name, self._layout), dtype) for name, dtype in self._dtypes.items()}
         if self.folder is None:
             arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}

@@ -219,7 +219,7 @@ class Stream:
         no_sets = np.empty((0, 0, 0), self.S.dtype)
         written = write_requests(
             self.S,
-            no_sets if self.predicted is None else self.predicted.astype(self.S.dtype),
+            no_sets if self.predicted is None else self.predicted.astype(self.S.dtype, copy=False),
             self.offset,
             self.n_experts,
             passes.tokens,

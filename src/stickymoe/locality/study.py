@@ -13,7 +13,7 @@ import numpy as np
 from stickymoe.locality import figures
 from stickymoe.locality.policies import find_policy, policy_names
 from stickymoe.locality.replay import Simulation, allocate, miss_curve, simulate
-from stickymoe.locality.streams import Access, Stream, streams
+from stickymoe.locality.streams import Access, Stream, forward_passes, streams
 from stickymoe.locality.table import RouteTable
 
 NEGLIGIBLE = 0.01  # misses per access below which a cache is large enough
@@ -40,7 +40,8 @@ class Study:
         online = policy_names(online=True)
         if not any(policy in online for policy in self.results):
             return f"add a policy that a device can run: {', '.join(online)}"
-        tie = largest_tie(self.table, self.access)
+        single = forward_passes(self.table, self.access) is None  # unions differ between policies with any capacity
+        tie = largest_tie(self.table, self.access) if single else 0
         found = [c for c in sorted(self.results["belady"]) if c > tie or c >= self.entries]
         if not found:
             return f"all policies tie up to {tie} slots: add a larger capacity"

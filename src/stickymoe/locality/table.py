@@ -77,6 +77,7 @@ class RouteTable:
     expert_bytes: bytes of one expert, for each layer
     other_bytes: bytes of all weights outside the experts, which are always resident
     share_block: adjacent layers that use the same expert weights
+    row_bytes: bytes of table rows that a token reads from slow memory, over all layers
     """
 
     S: Integer[np.ndarray, "L B T k"]
@@ -89,6 +90,7 @@ class RouteTable:
     expert_bytes: tuple[int, ...] | None = None
     other_bytes: int | None = None
     share_block: int = 1
+    row_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.S.ndim != 4 or not np.issubdtype(self.S.dtype, np.integer):

@@ -11,22 +11,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from stickymoe.errors import ConfigError
 from stickymoe.routing.layer import SidePart
 from stickymoe.routing.rules import RouterInput, RouterState
 
 
-class RowTable(nn.Module):
-    """Rows with sparse gradients: only the rows that a batch reads have one."""
+class RowTable(nn.Embedding):
+    """Rows with sparse gradients: only the rows that a batch reads have one. The row `nothing` stays 0."""
 
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width))
-
-    def forward(self, index: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch width"]:
-        return F.embedding(index, self.weight, sparse=True)
+    def __init__(self, rows: int, width: int, *, nothing: int | None = None) -> None:
+        super().__init__(rows, width, padding_idx=nothing, sparse=True)
 
     @property
     def row_bytes(self) -> int:
@@ -47,7 +42,7 @@ class NgramTable(nn.Module):
         if width % heads:
             raise ConfigError(f"variant.table_heads: got {heads}, expected a divisor of the row width {width}.")
         self.n, self.rows = n, rows
-        self.table = RowTable(heads * rows, width // heads)
+        self.table = RowTable(heads * rows + 1, width // heads, nothing=heads * rows)
         self.register_buffer("salts", torch.randint(2**31, (heads,)))
 
     def forward(self, history: Int[Tensor, "B length"], known: Bool[Tensor, "B T"]) -> Float[Tensor, "B T width"]:
@@ -58,8 +53,9 @@ class NgramTable(nn.Module):
             end = history.shape[1] - back
             key = _mix(key ^ history[:, end - T : end, None])
         head = torch.arange(len(self.salts), device=key.device)
-        rows: Tensor = self.table(key.remainder(self.rows) + head * self.rows).flatten(2)
-        return rows * known[..., None]
+        index = torch.where(known[..., None], key.remainder(self.rows) + head * self.rows, len(head) * self.rows)
+        rows: Tensor = self.table(index)
+        return rows.flatten(2)
 
     @property
     def row_bytes(self) -> int:
@@ -122,14 +118,14 @@ class Lookup(SidePart):
             return tokens, RouterState()
         recent = state.values.get("recent")
         if recent is None:
-            if not torch.compiler.is_compiling() and bool(position[:, 0].any()):
+            if position.is_cpu and bool(position[:, 0].any()):  # elsewhere the host would wait for the device
                 raise ConfigError(
                     f"RouterState: got tokens from position {int(position[:, 0].max())} without the state of the "
                     "tokens before them; pass that state, or start at position 0."
                 )
             recent = tokens.new_zeros(len(tokens), before)
-        history = torch.cat([recent.to(tokens.device), tokens], dim=1)
-        return history, RouterState({"recent": history[:, -before:].cpu()})
+        history = torch.cat([recent, tokens], dim=1)
+        return history, RouterState({"recent": history[:, -before:]})
 
     def initialise(self) -> None:
         """N-gram rows start at 0, since rows that training never reads would add noise."""
@@ -139,7 +135,7 @@ class Lookup(SidePart):
             nn.init.zeros_(self.gate.weight)
 
     def slow_parameters(self) -> Iterator[nn.Parameter]:
-        return (table.weight for table in self._tables())
+        return (p for table in self._tables() for p in table.parameters())
 
     @property
     def bytes_per_token(self) -> int:

@@ -342,6 +342,7 @@ class RoutingRule:
     ) -> Routing:
         """Route the tokens of `x`, which continue those that `state` remembers, by the logits of a gate."""
         state = state or RouterState()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         self.require_fit(logits.shape[-1] // self.filter.gates)
         _require_rows(logits, x, state)
         if logits.is_cpu and not torch.is_grad_enabled() and self.scoring.plain and self._scannable:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from stickymoe import files
 from stickymoe.errors import ConfigError, RunError, require
 from stickymoe.reading import read_json, reason
-from stickymoe.runs.config import RunConfig
+from stickymoe.runs.config import RunConfig, current_names
 from stickymoe.runs.folder import ADDED, NOT_IN_ID, RunFolder
 
 SCHEMA = 1
@@ -121,6 +121,7 @@ def _difference(earlier: RunRecord, record: RunRecord) -> str:
             if old != values:
                 return f"{section}: {old} there, {values} here"
             continue
+        old = current_names(old) if section == "variant" else old
         for key in {**old, **values}:
             there = old.get(key, ADDED.get((section, key)))
             if there != values.get(key) and (section, key) not in NOT_IN_ID:

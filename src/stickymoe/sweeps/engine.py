@@ -67,14 +67,19 @@ def plan(configs: Sequence[RunConfig], out: Path) -> list[Cell]:
             described[config.data] = load_tokens(config.data).describe()
         data = described[config.data]
         identity = run_id(config, data["fingerprint"])
-        name = f"{config.variant.key}-s{config.seed}-{identity[:8]}"
-        cells.setdefault(identity, Cell(config, identity, RunFolder(out / name), data))
+        cells.setdefault(identity, Cell(config, identity, RunFolder(_folder(config, identity, out)), data))
     for cell in cells.values():
         same = cell.config.variant.first_phase_is
         if same is not None:
             first = replace(cell.config, variant=same)
             cell.after = cells.get(run_id(first, cell.data["fingerprint"]))
     return list(cells.values())
+
+
+def _folder(config: RunConfig, identity: str, out: Path) -> Path:
+    """The folder of a run: an earlier version may have named it after settings that were renamed since."""
+    ending = f"-s{config.seed}-{identity[:8]}"
+    return next(out.glob(f"{config.variant.name}-*{ending}"), out / f"{config.variant.key}{ending}")
 
 
 def sweep(cells: list[Cell], *, jobs: int, console: Console | None = None) -> list[Cell]:

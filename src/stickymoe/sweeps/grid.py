@@ -11,12 +11,13 @@ rows:
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stickymoe.errors import ConfigError, unknown
-from stickymoe.runs.config import RunConfig
+from stickymoe.runs.config import RENAMED, RunConfig
 from stickymoe.runs.settings import config_from, read_yaml
 
 Settings = dict[str, Any]
@@ -56,11 +57,18 @@ def _merged(defaults: Settings, row: Settings) -> Settings:
     return out
 
 
+def _current_key(key: str) -> str:
+    """The key of a row with the present names of settings that were renamed."""
+    for earlier, present in RENAMED.items():
+        key = re.sub(rf"-{earlier}(?=[0-9])", f"-{present}", key)
+    return key
+
+
 def chosen_rows(runs: list[RunConfig], names: str | None) -> list[RunConfig]:
     """The runs whose variant, label or key is in the comma-separated `names`; all runs if it is None."""
     if names is None:
         return runs
-    wanted = [name.strip() for name in names.split(",")]
+    wanted = [_current_key(name.strip()) for name in names.split(",")]
     known = {name for run in runs for name in (run.variant.name, run.variant.label, run.variant.key)}
     for name in wanted:
         if name not in known:

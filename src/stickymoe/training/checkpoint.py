@@ -169,7 +169,7 @@ def load_optimiser(path: Path, model: nn.Module, optimiser: torch.optim.Optimize
             moment = tensors.get(f"{key}/{name}")
             if moment is None or moment.shape != (() if key == "step" else parameter.shape):
                 raise RunError(f"Checkpoint {path} does not fit the optimiser ({key}/{name}). {_TRAIN_AGAIN}")
-        optimiser.state[parameter] = {key: tensors[f"{key}/{name}"] for key in _MOMENTS}
+        optimiser.state[parameter] = {key: tensors[f"{key}/{name}"].to(parameter.device) for key in _MOMENTS}
     try:
         torch.set_rng_state(tensors["rng"])
     except (KeyError, TypeError, RuntimeError) as e:

@@ -87,6 +87,7 @@ def evaluate(
         expert_bytes=tuple(model.expert_bytes()),
         other_bytes=model.other_bytes(),
         share_block=config.model.layers_per_pool,
+        row_bytes=model.row_bytes(),
     )
     measured = measure(table, capacities=config.eval.capacities, topics=_topics(split, table))
     per_layer = {**measured.per_layer, "gate_entropy": entropy / table.mask.sum()}
