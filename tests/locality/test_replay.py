@@ -232,5 +232,5 @@ def test_an_expert_twice_in_one_request_is_refused_but_padding_may_hold_anything
     with pytest.raises(StickyError, match="twice in one request"):
         replay(requests, capacity=2, n_experts=3)
     assert replay(requests, capacity=2, n_experts=3, mask=np.array([[True, False]])).misses == 2
-    with pytest.raises(StickyError, match="once"):
+    with pytest.raises(StickyError, match="expected different indices"):
         Cache(capacity=2).request([2, 2])

@@ -177,7 +177,8 @@ def plan_command(argv: list[str]) -> None:
         lines += [report.runs_table(traces, plans, best), *report.choice_notes(traces, plans, best)]
     else:
         shown = default_capacities(streams(traces[0].table, access)[0])
-        lines += [report.plan_table(plans[0], shown), report.star_note(plans[0].points), plans[0].answer.message]
+        lines += [report.plan_table(plans[0], shown), report.knee_note(), report.star_note(plans[0].points)]
+        lines.append(plans[0].answer.message)
     print_lines(lines)
 
 

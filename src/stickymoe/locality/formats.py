@@ -78,7 +78,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _write_header(folder: Path, shapes: Mapping[str, Sequence[int]], n_experts: int, sizes: Mapping[str, Any]) -> None:
     fields: dict[str, Any] = {"format": FORMAT, "version": VERSION, "n_experts": n_experts, "arrays": shapes}
-    fields |= {name: value for name, value in sizes.items() if value is not None}
+    fields |= {name: value for name, value in sizes.items() if value is not None and (name, value) != ("row_bytes", 0)}
     files.write_text(folder / "header.json", json.dumps(fields, indent=1) + "\n")
 
 
@@ -129,6 +129,8 @@ def _read_header(folder: Path) -> dict[str, Any]:
     path = folder / "header.json"
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: expected a run folder or a folder with a route table.")
+    if not path.exists():
+        raise DataError(f"{folder} has no route table (header.json): pass a run folder, its routes, or a trace folder.")
     header = read_json(path, DataError)
     if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != VERSION:
         raise DataError(f"{path}: expected format '{FORMAT}' version {VERSION}.")

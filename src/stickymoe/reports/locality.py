@@ -43,6 +43,10 @@ def star_note(policies: Collection[str]) -> str | None:
     return "* knows the trace: a bound that no device can run" if offline else None
 
 
+def knee_note() -> str:
+    return "◂ knee: beyond it, more memory brings less"
+
+
 def misses_table(study: Study) -> Table:
     """Miss rate by capacity and policy; with prefetch also the wasted loads per token."""
     sizes = list(next(iter(study.results.values())))
