@@ -169,7 +169,7 @@ def test_no_folder(tmp_path):
 
 def test_no_header(saved):
     (saved / "header.json").unlink()
-    assert "header.json cannot be read (No such file" in refusal(saved)
+    assert "has no route table (header.json): pass a run folder" in refusal(saved)
 
 
 @pytest.mark.parametrize("text", ["", "{", "routes", '{"format": "stickymoe-routes",'])

@@ -92,4 +92,4 @@ def test_routes_that_cannot_be_read_are_named(tmp_path):
     (label, words) = section.summaries[-1]
     assert label == "soft λ=0.1"
     assert "skipped: " in words
-    assert "header.json cannot be read" in words
+    assert "has no route table (header.json)" in words
