@@ -248,21 +248,13 @@ class LFU:
 
 
 @register_policy("fifo")
-class FIFO:
+class FIFO(LRU):
     """Evicts the entry that was loaded longest ago."""
 
     @staticmethod
     def used(s: Any, e: int, new: bool) -> None:
         if new:
             append(s, e)
-
-    @staticmethod
-    def victim(s: Any) -> int:
-        return oldest(s)
-
-    @staticmethod
-    def forget(s: Any, e: int) -> None:
-        unlink(s, e)
 
 
 @register_policy("sieve")

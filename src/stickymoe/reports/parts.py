@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ clean = tables.markdown_escaped
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(ABC):
     """Something to show under a title. Return one of its subclasses from a section.
 
     name: unique in the report; the name of its files and its anchor in the page
@@ -35,9 +36,9 @@ class Part:
     note: str = ""
     summary: str = ""
 
+    @abstractmethod
     def markdown(self, folder: str) -> str:
         """The part in Markdown; `folder` holds the files of the report."""
-        raise NotImplementedError
 
     def tables(self) -> list[Table]:
         """Tables to write as files."""
