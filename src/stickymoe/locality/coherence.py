@@ -58,8 +58,10 @@ def _joint(
 ) -> Float[np.ndarray, "labels N"]:
     """Number of uses of each expert by tokens of each label."""
     n_labels = int(labels.max(initial=-1)) + 1
-    cells = (labels[:, None] * n_experts + S).ravel()
-    return np.bincount(cells, minlength=n_labels * n_experts).reshape(n_labels, n_experts).astype(np.float64)
+    width = n_experts + 1  # the last column counts slots that use no expert
+    cells = (labels[:, None] * width + S).ravel()
+    counts = np.bincount(cells, minlength=n_labels * width).reshape(n_labels, width)
+    return counts[:, :n_experts].astype(np.float64)
 
 
 def _information(counts: Float[np.ndarray, "labels N"]) -> float:

@@ -31,7 +31,9 @@ def reuse_by_lag(table: RouteTable, lags: Sequence[int] = (1, 2, 4, 8, 16)) -> F
         if both.any():
             for layer, S in enumerate(table.S):
                 now, before = S[:, lag:][both], S[:, :-lag][both]
-                out[layer, column] = (now[:, :, None] == before[:, None, :]).any(-1).mean()
+                used = now < table.n_experts
+                reused = (now[:, :, None] == before[:, None, :]).any(-1) & used
+                out[layer, column] = reused.sum() / used.sum() if used.any() else np.nan
     return out
 
 
@@ -103,7 +105,7 @@ def segment_cache_by_layer(table: RouteTable, window: int, capacity: int) -> Flo
     require(window >= 1, "window", window, "a whole number ≥ 1")
     require(capacity >= table.top_k, "capacity", capacity, f"at least the {table.top_k} experts of a token")
     unit = documents(table)
-    n = int(table.mask.sum()) * table.top_k
+    n = table.used_slots / max(table.n_layers, 1)
     hits = [
         kernels.segment_cache_hits(
             np.ascontiguousarray(S), np.asarray(table.mask), unit, table.n_experts, window, capacity
@@ -162,12 +164,13 @@ def _shares(table: RouteTable, group: Integer[np.ndarray, "B T"], n_groups: int)
     counted: Bool[np.ndarray, "B T"] = table.mask & (group >= 0)
     of = group[counted]
     sizes = np.bincount(of, minlength=n_groups)
+    width = table.n_experts + 1  # the last column counts slots that use no expert
     out = np.empty((table.n_layers, n_groups, table.n_experts))
     with np.errstate(invalid="ignore"):
         for layer, S in enumerate(table.S):
-            cells = (of[:, None] * table.n_experts + S[counted]).reshape(-1)
-            uses = np.bincount(cells, minlength=n_groups * table.n_experts)
-            out[layer] = uses.reshape(n_groups, table.n_experts) / sizes[:, None]
+            cells = (of[:, None] * width + S[counted]).reshape(-1)
+            uses = np.bincount(cells, minlength=n_groups * width).reshape(n_groups, width)
+            out[layer] = uses[:, : table.n_experts] / sizes[:, None]
     return out
 
 

@@ -5,8 +5,8 @@
     mask.npy      bool [B, T]
     doc.npy, weights.npy, phase.npy, tokens.npy   where known
 
-The header may contain `expert_bytes` (one number per layer), `other_bytes` and `share_block`, see `RouteTable`. It is
-written last: a folder without a header is incomplete.
+The header may contain `expert_bytes` (one number per layer), `other_bytes`, `share_block` and `skips`, see
+`RouteTable`. It is written last: a folder without a header is incomplete.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def create_table(
 
 
 def _sizes_of(table: RouteTable) -> dict[str, Any]:
-    names = ("expert_bytes", "other_bytes", "share_block", "row_bytes")
+    names = ("expert_bytes", "other_bytes", "share_block", "row_bytes", "skips")
     return {name: getattr(table, name) for name in names}
 
 
@@ -78,7 +78,8 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _write_header(folder: Path, shapes: Mapping[str, Sequence[int]], n_experts: int, sizes: Mapping[str, Any]) -> None:
     fields: dict[str, Any] = {"format": FORMAT, "version": VERSION, "n_experts": n_experts, "arrays": shapes}
-    fields |= {name: value for name, value in sizes.items() if value is not None and (name, value) != ("row_bytes", 0)}
+    absent: dict[str, Any] = {"row_bytes": 0, "skips": False}
+    fields |= {name: value for name, value in sizes.items() if value is not None and absent.get(name) != value}
     files.write_text(folder / "header.json", json.dumps(fields, indent=1) + "\n")
 
 
@@ -113,6 +114,7 @@ def load_table(folder: Path) -> RouteTable:
         other_bytes=header.get("other_bytes"),
         share_block=header.get("share_block", 1),
         row_bytes=header.get("row_bytes", 0),
+        skips=header.get("skips", False),
         **arrays,
     )
 
@@ -145,6 +147,8 @@ def _read_header(folder: Path) -> dict[str, Any]:
     for key, value, least in [*numbers, *((key, header.get(key, 0), 0) for key in ("other_bytes", "row_bytes"))]:
         if type(value) is not int or value < least:
             raise DataError(f"{path}: got {key} {shown(value)}, expected an integer ≥ {least}.")
+    if not isinstance(header.get("skips", False), bool):
+        raise DataError(f"{path}: got skips {shown(header['skips'])}, expected true or false.")
     return header
 
 

@@ -19,9 +19,14 @@ def group_of(n_experts: int, groups: int) -> Integer[np.ndarray, " N"]:
     return np.arange(n_experts) * groups // n_experts
 
 
+def _groups(table: RouteTable, groups: int) -> Integer[np.ndarray, " classes"]:
+    """The group of every value in S; a slot that uses no expert has a group of its own."""
+    return np.append(group_of(table.n_experts, groups), groups)
+
+
 def group_switch_rate_by_layer(table: RouteTable, groups: int) -> Float[np.ndarray, " L"]:
     """How often the group of the heaviest expert changes between adjacent tokens, pooled over pairs."""
-    group = group_of(table.n_experts, groups)[table.S[..., 0]]
+    group = _groups(table, groups)[table.S[..., 0]]
     n = table.pairs.sum()
     changes = ((group[:, :, 1:] != group[:, :, :-1]) & table.pairs).sum((1, 2))
     return np.asarray(changes / n if n else np.full(table.n_layers, np.nan))
@@ -29,7 +34,7 @@ def group_switch_rate_by_layer(table: RouteTable, groups: int) -> Float[np.ndarr
 
 def group_misses_by_layer(table: RouteTable, groups: int, capacity: int) -> Float[np.ndarray, " L"]:
     """Groups that an LRU cache of `capacity` groups loads per real token; it starts cold with every text."""
-    group = group_of(table.n_experts, groups)[table.S]
+    group = _groups(table, groups)[table.S]
     misses = np.zeros(table.n_layers)
     for layer, b in np.ndindex(group.shape[:2]):
         cache = Cache(capacity=capacity)
@@ -37,5 +42,6 @@ def group_misses_by_layer(table: RouteTable, groups: int, capacity: int) -> Floa
             if table.starts[b, t]:
                 cache = Cache(capacity=capacity)
             if table.mask[b, t]:
-                misses[layer] += len(cache.request(list(dict.fromkeys(group[layer, b, t].tolist()))).loads)
+                asked = [i for i in dict.fromkeys(group[layer, b, t].tolist()) if i < groups]
+                misses[layer] += len(cache.request(asked).loads)
     return np.asarray(misses / table.mask.sum() if table.mask.any() else np.full(table.n_layers, np.nan))

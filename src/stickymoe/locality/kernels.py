@@ -40,7 +40,7 @@ def write_requests(
     Passes go through the layers one by one, or text by text through one layer after another (`layer_by_layer`).
     """
     n_layers = len(S)
-    seen = np.zeros(n_experts, np.bool_)
+    seen = np.zeros(n_experts + 1, np.bool_)
     n = 0
     text = begin
     while text < end:
@@ -58,12 +58,12 @@ def write_requests(
                 follows = not opens[p] and tokens[first[p] - 1] == asked[0] - 1
                 if prefetches and decodes[p] and (len(predicted) or follows):
                     expected = predicted[layer, asked[0]] if len(predicted) else S[layer, asked[0] - 1]
-                    bounds[n + 1] = _write_set(expected, offset[layer], entries, bounds[n])
+                    bounds[n + 1] = _write_set(expected, n_experts, offset[layer], entries, bounds[n])
                     kind[n] = PREFETCH
                     n += 1
                     cold[n] = False
                 if len(asked) == 1:
-                    bounds[n + 1] = _write_set(S[layer, asked[0]], offset[layer], entries, bounds[n])
+                    bounds[n + 1] = _write_set(S[layer, asked[0]], n_experts, offset[layer], entries, bounds[n])
                     kind[n] = ASK
                 else:
                     bounds[n + 1] = _write_union(S[layer], asked, offset[layer], seen, entries, bounds[n])
@@ -76,14 +76,17 @@ def write_requests(
 
 
 @njit(cache=True)
-def _write_set(experts: Any, offset: int, entries: Any, at: int) -> int:
+def _write_set(experts: Any, n_experts: int, offset: int, entries: Any, at: int) -> int:
     """Write the experts of one token in their order; returns the end, −1 if one is there twice."""
     for j in range(len(experts)):
-        entries[at + j] = experts[j] + offset
+        if experts[j] == n_experts:  # a slot that uses no expert
+            continue
+        entries[at] = experts[j] + offset
+        at += 1
         for other in range(j):
             if experts[j] == experts[other]:
                 return -1
-    return at + len(experts)
+    return at
 
 
 @njit(cache=True)
@@ -93,7 +96,7 @@ def _write_union(S: Any, tokens: Any, offset: int, seen: Any, entries: Any, at: 
     for token in tokens:
         for j in range(S.shape[1]):
             seen[S[token, j]] = True
-    for e in range(len(seen)):
+    for e in range(len(seen) - 1):  # the last stands for slots that use no expert
         if seen[e]:
             entries[at] = e + offset
             at += 1
@@ -250,7 +253,7 @@ def segment_uses(S: Any, mask: Any, unit: Any, n_experts: int, window: int, out:
 
     `out[window + 1]` counts the segments. A segment is inside one document and has no padding.
     """
-    uses = np.zeros(n_experts, np.int64)
+    uses = np.zeros(n_experts + 1, np.int64)  # the last counts slots that use no expert
     n_sequences, n_steps, k = S.shape
     for b in range(n_sequences):
         uses[:] = 0
@@ -277,10 +280,10 @@ def segment_uses(S: Any, mask: Any, unit: Any, n_experts: int, window: int, out:
 @njit(cache=True)
 def segment_cache_hits(S: Any, mask: Any, unit: Any, n_experts: int, window: int, capacity: int) -> int:
     """Hits of a cache that evicts the expert with the fewest uses in the next `window` − 1 tokens of its document."""
-    resident = np.zeros(n_experts, np.bool_)
-    pinned = np.zeros(n_experts, np.bool_)
-    last = np.zeros(n_experts, np.int64)
-    ahead = np.zeros(n_experts, np.int64)  # uses after this token, before `far`
+    resident = np.zeros(n_experts + 1, np.bool_)  # the last column stands for slots that use no expert
+    pinned = np.zeros(n_experts + 1, np.bool_)
+    last = np.zeros(n_experts + 1, np.int64)
+    ahead = np.zeros(n_experts + 1, np.int64)  # uses after this token, before `far`
     n_sequences, n_steps, k = S.shape
     hits = size = clock = far = 0
     for b in range(n_sequences):
@@ -304,7 +307,7 @@ def segment_cache_hits(S: Any, mask: Any, unit: Any, n_experts: int, window: int
                 hits += resident[e]
             for j in range(k):
                 e = S[b, t, j]
-                if resident[e]:
+                if resident[e] or e == n_experts:
                     continue
                 if size == capacity:
                     victim = -1

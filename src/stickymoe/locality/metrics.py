@@ -5,10 +5,13 @@ Functions named `*_by_layer` return one value per layer. A rate over nothing is 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from stickymoe.locality.replay import replay
+from stickymoe.locality.replay import replay_stream
+from stickymoe.locality.streams import Access, streams
 from stickymoe.locality.table import RouteTable
 
 NEGLECTED_BELOW = 10  # an expert is neglected below 1/10 of the uniform share
@@ -34,14 +37,9 @@ def set_switch_rate_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
 
 
 def _hit_rate_by_layer(table: RouteTable, capacity: int, slots: int) -> Float[np.ndarray, " L"]:
-    return np.array(
-        [
-            replay(
-                S[..., :slots], capacity=capacity, n_experts=table.n_experts, mask=table.mask, doc=table.doc
-            ).hit_rate
-            for S in table.S
-        ]
-    )
+    per_token = replace(table, phase=None, share_block=1)
+    layers = streams(per_token, Access(top1=slots == 1))
+    return np.array([replay_stream(layer, policy="lru", capacity=capacity).hit_rate for layer in layers])
 
 
 def cache_hit_rate_by_layer(table: RouteTable, capacity: int = 2) -> Float[np.ndarray, " L"]:
@@ -56,7 +54,8 @@ def cache_hit_rate_all_by_layer(table: RouteTable, capacity: int) -> Float[np.nd
 
 def _uses_by_layer(table: RouteTable) -> Integer[np.ndarray, "L N"]:
     """Number of real tokens that choose each expert."""
-    return np.stack([np.bincount(layer.ravel(), minlength=table.n_experts) for layer in table.S[:, table.mask]])
+    N = table.n_experts
+    return np.stack([np.bincount(layer.ravel(), minlength=N)[:N] for layer in table.S[:, table.mask]])
 
 
 def utilisation_by_layer(table: RouteTable) -> Float[np.ndarray, "L N"]:

@@ -60,6 +60,7 @@ class Recorder:
         self._shapes: list[tuple[int, int]] = []  # sequences and tokens of each part
         self._dtypes: dict[str, np.dtype[Any]] = {}
         self._kept: list[RouteTable] = []
+        self._skips = False
 
     def add(self, table: RouteTable) -> None:
         """Add the sequences of a table, which must fit those before."""
@@ -73,6 +74,7 @@ class Recorder:
         else:
             save_table(table, self._part_folder(len(self._shapes)))
         self._shapes.append(table.mask.shape)
+        self._skips |= table.skips
         for name in layout.arrays:
             dtype = getattr(table, name).dtype
             if name == "doc":  # padding is −1
@@ -95,6 +97,7 @@ class Recorder:
             "other_bytes": other_bytes,
             "share_block": share_block,
             "row_bytes": row_bytes,
+            "skips": self._skips,
         }
         shapes = {name: (self._shape(name, self._layout), dtype) for name, dtype in self._dtypes.items()}
         if self.folder is None:

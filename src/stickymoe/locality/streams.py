@@ -117,7 +117,7 @@ class Passes:
 
 
 def forward_passes(table: RouteTable, access: Access) -> Passes | None:
-    """The forward passes of a table; None if every pass has one token.
+    """The forward passes of a table; None if every pass has one token that uses k experts.
 
     Consecutive prefill tokens of a text are one pass; every other token is a pass. In a batch, the tokens of a step are
     in the same pass, consecutive steps with only prefill tokens are one pass, and a text begins where all sequences
@@ -126,7 +126,7 @@ def forward_passes(table: RouteTable, access: Access) -> Passes | None:
     """
     real = np.asarray(table.mask)
     prompt = np.zeros_like(real) if table.phase is None else real & (table.phase == 0)
-    if not real.any() or not (access.batch or prompt.any()):
+    if not real.any() or not (access.batch or prompt.any() or table.skips):
         return None
     token = np.arange(real.size).reshape(real.shape)
     step, text = token, table.starts.reshape(-1).cumsum().reshape(real.shape)

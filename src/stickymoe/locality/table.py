@@ -78,6 +78,7 @@ class RouteTable:
     other_bytes: bytes of all weights outside the experts, which are always resident
     share_block: adjacent layers that use the same expert weights
     row_bytes: bytes of table rows that a token reads from slow memory, over all layers
+    skips: some tokens use fewer than k experts; an index of n_experts in S marks a slot that uses none
     """
 
     S: Integer[np.ndarray, "L B T k"]
@@ -91,6 +92,7 @@ class RouteTable:
     other_bytes: int | None = None
     share_block: int = 1
     row_bytes: int = 0
+    skips: bool = False
 
     def __post_init__(self) -> None:
         if self.S.ndim != 4 or not np.issubdtype(self.S.dtype, np.integer):
@@ -112,7 +114,7 @@ class RouteTable:
         self._require_sizes()
         if self.S.size:
             for extreme in extremes(self.S):
-                if not 0 <= extreme < self.n_experts:
+                if not 0 <= extreme < self.n_experts + self.skips:
                     raise DataError(
                         f"The route table names expert {extreme}, but there are {self.n_experts} experts "
                         f"(0 … {self.n_experts - 1})."
@@ -136,6 +138,12 @@ class RouteTable:
     @property
     def top_k(self) -> int:
         return int(self.S.shape[3])
+
+    @property
+    def used_slots(self) -> int:
+        """Slots of real tokens, over all layers, that use an expert."""
+        real = int(self.mask.sum()) * self.top_k * self.n_layers
+        return real - sum(int((S[self.mask] == self.n_experts).sum()) for S in self.S) if self.skips else real
 
     @cached_property
     def starts(self) -> Bool[np.ndarray, "B T"]:

@@ -58,7 +58,8 @@ class RoutingTrace:
     `g` is the router's own score divided by its sum. `w` is what the model multiplies the experts' outputs with.
     `layers` are the indices of these layers in the model. `mask` marks real tokens. `doc` numbers the documents of a
     packed row; no pair, window or cache spans two documents. `boundary` marks the first token of a sentence or
-    paragraph. `g_gate` has the values of `g`, but its gradient reaches the weights of the gates alone.
+    paragraph. `g_gate` has the values of `g`, but its gradient reaches the weights of the gates alone. The last `n_null`
+    classes of `g` are not experts: a token that chooses one loads nothing.
     """
 
     g: Float[Tensor, "L B T N"]
@@ -69,6 +70,7 @@ class RoutingTrace:
     layers: tuple[int, ...] = ()
     boundary: Bool[Tensor, "B T"] | None = None
     g_gate: Float[Tensor, "L B T N"] | None = None
+    n_null: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -104,6 +106,7 @@ class RoutingTrace:
         doc: Int[Tensor, "B T"] | None = None,
         *,
         layers: Sequence[int] = (),
+        n_null: int = 0,
     ) -> RoutingTrace:
         """The trace of any router: its normalised scores, the experts it chose and the weights it gave them.
 
@@ -121,7 +124,8 @@ class RoutingTrace:
         if S.numel() and not 0 <= int(S.min()) <= int(S.max()) < g.shape[-1]:
             raise ConfigError(f"S: got experts {int(S.min())} … {int(S.max())}, expected 0 … {g.shape[-1] - 1}.")
         order = w.detach().sort(dim=-1, descending=True, stable=True).indices
-        return cls(g=g, S=S.gather(-1, order), w=w.gather(-1, order), mask=mask, doc=doc, layers=tuple(layers))
+        S, w = S.gather(-1, order), w.gather(-1, order)
+        return cls(g=g, S=S, w=w, mask=mask, doc=doc, layers=tuple(layers), n_null=n_null)
 
     @property
     def pairs(self) -> Bool[Tensor, "B steps"]:
@@ -140,11 +144,15 @@ class RoutingTrace:
         return torch.where(self.mask, H, 0.0).sum((1, 2)) / self.mask.sum()
 
     def table(self) -> RouteTable:
-        """The same decisions without gradient, as NumPy arrays."""
-        n_experts = self.g.shape[-1]
+        """The same decisions without gradient, as NumPy arrays. An expert of weight 0 is not used, so it is no access."""
+        n_experts = self.g.shape[-1] - self.n_null
+        unused = (self.S >= n_experts) | (self.w.detach() == 0)
+        skips = bool(unused.any())
+        S = torch.where(unused, n_experts, self.S) if skips else self.S
         return RouteTable(
-            S=self.S.cpu().numpy().astype(index_dtype(n_experts)),
+            S=S.cpu().numpy().astype(index_dtype(n_experts + skips)),
             n_experts=n_experts,
+            skips=skips,
             mask=self.mask.cpu().numpy(),
             doc=None if self.doc is None else self.doc.cpu().numpy().astype(np.int32),
             weights=self.w.detach().float().cpu().numpy(),
