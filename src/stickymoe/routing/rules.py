@@ -1,11 +1,12 @@
 """Routing rules: from the logits of any gate to experts and combine weights.
 
-A router is a gate (hidden state → logits) and a rule. The rule works in four steps, each an exchangeable part:
+A router is a gate (hidden state → logits) and a rule. The rule works in steps, each an exchangeable part:
 
     filter    logits → logits          for example an average over the document
     score     logits → p               softmax or sigmoid, with a selection bias and group limits (`Scoring`)
     choice    scores → k experts       top-k, or top-k among resident experts, …
     weights   p at the chosen → w      renormalised or not, scaled (`Scoring`)
+    skip      w → w, some of them 0    drop experts that are not worth a load; optional
 
 Rules work on a whole sequence or on its continuation, token by token, with the same result: `RouterState` carries what
 the next tokens need. On the CPU and without gradient, parts that have a `scan` do the same in compiled loops over
@@ -180,6 +181,12 @@ class Scoring:
         kept.scatter_(-1, top_k_experts(best, self.groups_kept), True)
         return torch.where(kept[..., None], grouped, -torch.inf).flatten(-2)
 
+    def demand(self, ranking: Float[Tensor, "B T N"]) -> Float[Tensor, "B T N"]:
+        """The ranking as shares that sum to 1, 0 in groups that cannot be chosen from."""
+        lowest = torch.where(ranking.isfinite(), ranking, torch.inf).amin(-1, keepdim=True).clamp(max=0)
+        shares = torch.where(ranking.isfinite(), ranking - lowest, 0.0)
+        return shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(shares.dtype).tiny)
+
     def weights(self, p: Float[Tensor, "B T N"], S: Int[Tensor, "B T k"]) -> Float[Tensor, "B T k"]:
         """The combine weights of the chosen experts."""
         w = combine_weights(p, S) if self.renormalise else p.gather(-1, S)
@@ -223,6 +230,21 @@ class Choice(Protocol):
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], RouterState]: ...
 
 
+def heaviest_first(p: Float[Tensor, "B T N"], S: Int[Tensor, "B T k"]) -> Int[Tensor, "B T k"]:
+    """The chosen experts in the order of their scores."""
+    order = p.detach().gather(-1, S).sort(dim=-1, descending=True, stable=True).indices
+    return S.gather(-1, order)
+
+
+@runtime_checkable
+class Skip(Protocol):
+    """Sets the weights of experts that are not worth a load to 0; the sum of a token's weights stays the same."""
+
+    def __call__(
+        self, S: Int[Tensor, "B T k"], w: Float[Tensor, "B T k"], x: RouterInput, state: RouterState, n_experts: int
+    ) -> tuple[Float[Tensor, "B T k"], RouterState]: ...
+
+
 class ScannedChoice(ABC):
     """A choice made by a compiled loop; p is the plain score of the logits.
 
@@ -233,11 +255,14 @@ class ScannedChoice(ABC):
         self, given: ChoiceInput, x: RouterInput, state: RouterState
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], RouterState]:
         p = given.scoring.scores(given.logits)
-        g = given.scoring.normalised(p)
-        rank = given.logits if given.scoring.plain else given.scoring.ranking(p.detach())
-        S = np.empty((*g.shape[:2], given.top_k), np.int64)
-        state = self.choose(as_numpy(rank), as_numpy(g), x, state, given.progress, S)
-        return p, as_tensor(S, g), state
+        S = np.empty((*p.shape[:2], given.top_k), np.int64)
+        if given.scoring.plain:
+            state = self.choose(as_numpy(given.logits), as_numpy(p), x, state, given.progress, S)
+            return p, as_tensor(S, p), state
+        ranking = given.scoring.ranking(p.detach())
+        demand = given.scoring.demand(ranking)
+        state = self.choose(as_numpy(ranking), as_numpy(demand), x, state, given.progress, S)
+        return p, heaviest_first(p, as_tensor(S, p)), state
 
     def scan(
         self, logits: Float[np.ndarray, "B T N"], k: int, x: RouterInput, state: RouterState, progress: float
@@ -251,7 +276,8 @@ class ScannedChoice(ABC):
     def choose(self, rank: Any, g: Any, x: RouterInput, state: RouterState, progress: float, S: Any) -> RouterState:
         """Write the chosen experts to `S` [B, T, k], heaviest first; returns what the next tokens need.
 
-        `rank` [B, T, N] is what experts are ranked by, −∞ where they cannot be chosen; `g` their normalised scores.
+        `rank` [B, T, N] is what experts are ranked by, −∞ where they cannot be chosen; `g` the same as shares that sum
+        to 1. For plain scoring these are the logits and their softmax.
         """
 
 
@@ -265,8 +291,7 @@ class TopK(ScannedChoice):
         if given.scoring.plain:
             return p, top_k_experts(p.detach(), given.top_k), RouterState()
         S = top_k_experts(given.scoring.ranking(p.detach()), given.top_k)
-        heaviest = p.detach().gather(-1, S).sort(dim=-1, descending=True, stable=True).indices
-        return p, S.gather(-1, heaviest), RouterState()
+        return p, heaviest_first(p, S), RouterState()
 
     def choose(self, rank: Any, g: Any, x: RouterInput, state: RouterState, progress: float, S: Any) -> RouterState:
         kernels.top_k(g, S)
@@ -326,7 +351,7 @@ class Unfiltered:
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """filter → score → choice → weights, on the logits of any gate.
+    """filter → score → choice → weights → skip, on the logits of any gate.
 
     `source` names the field of `RouterInput` that the gate reads.
     """
@@ -336,6 +361,12 @@ class RoutingRule:
     scoring: Scoring = field(default_factory=Scoring)
     choice: Choice = field(default_factory=TopK)
     source: Literal["h", "attended"] = "h"
+    skip: Skip | None = None
+
+    @property
+    def standard(self) -> bool:
+        """Whether it changes nothing of the scoring's own top-k."""
+        return type(self.filter) is Unfiltered and type(self.choice) is TopK and self.skip is None
 
     def __call__(
         self, logits: Float[Tensor, "B T M"], x: RouterInput, state: RouterState | None = None, progress: float = 1.0
@@ -350,12 +381,11 @@ class RoutingRule:
         filtered, filter_state = self.filter(logits, x, state)
         given = ChoiceInput(filtered, self.top_k, self.scoring, progress)
         p, S, choice_state = self.choice(given, x, state)
-        return Routing(
-            g=self.scoring.normalised(p),
-            S=S,
-            w=self.scoring.weights(p, S),
-            state=RouterState({**filter_state.values, **choice_state.values}),
-        )
+        w, values = self.scoring.weights(p, S), {**filter_state.values, **choice_state.values}
+        if self.skip is not None:
+            w, skip_state = self.skip(S, w, x, state, p.shape[-1])
+            values |= skip_state.values
+        return Routing(self.scoring.normalised(p), S, w, RouterState(values))
 
     def require_fit(self, n_experts: int) -> None:
         """Refuse to choose from fewer experts than a token needs."""
@@ -365,7 +395,7 @@ class RoutingRule:
 
     @property
     def _scannable(self) -> bool:
-        return hasattr(self.filter, "scan") and hasattr(self.choice, "scan")
+        return hasattr(self.filter, "scan") and hasattr(self.choice, "scan") and self.skip is None
 
     def _scan(self, logits: Float[Tensor, "B T M"], x: RouterInput, state: RouterState, progress: float) -> Routing:
         """The same in compiled loops."""

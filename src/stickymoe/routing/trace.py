@@ -58,8 +58,8 @@ class RoutingTrace:
     `g` is the router's own score divided by its sum. `w` is what the model multiplies the experts' outputs with.
     `layers` are the indices of these layers in the model. `mask` marks real tokens. `doc` numbers the documents of a
     packed row; no pair, window or cache spans two documents. `boundary` marks the first token of a sentence or
-    paragraph. `g_gate` has the values of `g`, but its gradient reaches the weights of the gates alone. The last `n_null`
-    classes of `g` are not experts: a token that chooses one loads nothing.
+    paragraph. `g_gate` has the values of `g`, but its gradient reaches the weights of the gates alone. The last
+    `n_null` classes of `g` are not experts: a token that chooses one loads nothing.
     """
 
     g: Float[Tensor, "L B T N"]
@@ -144,9 +144,9 @@ class RoutingTrace:
         return torch.where(self.mask, H, 0.0).sum((1, 2)) / self.mask.sum()
 
     def table(self) -> RouteTable:
-        """The same decisions without gradient, as NumPy arrays. An expert of weight 0 is not used, so it is no access."""
+        """The same decisions without gradient, as NumPy arrays. An expert of weight 0 is not used: it is no access."""
         n_experts = self.g.shape[-1] - self.n_null
-        unused = (self.S >= n_experts) | (self.w.detach() == 0)
+        unused = self.S.ge(n_experts) | self.w.detach().eq(0)
         skips = bool(unused.any())
         S = torch.where(unused, n_experts, self.S) if skips else self.S
         return RouteTable(

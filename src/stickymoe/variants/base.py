@@ -19,7 +19,7 @@ from stickymoe.routing.ties import TiedExperts
 
 if TYPE_CHECKING:
     from stickymoe.routing.layer import LayerParts, SidePart
-    from stickymoe.routing.rules import Choice, Filter
+    from stickymoe.routing.rules import Choice, Filter, Skip
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,10 @@ class Variant:
         """The choice of experts."""
         return None
 
+    def skip(self, site: Site) -> Skip | None:
+        """Which chosen experts are skipped."""
+        return None
+
     def ties(self) -> TiedExperts | None:
         """Which experts share a slot and are tied in training."""
         return None
@@ -160,6 +164,7 @@ class Variant:
             filter=self.filter(site) or Unfiltered(),
             choice=self.choice(site) or TopK(),
             source=self.source,
+            skip=self.skip(site),
         )
         return LayerParts(rule, self.ties(), self.side(site), self.needs_gate_only())
 

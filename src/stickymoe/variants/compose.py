@@ -16,16 +16,18 @@ from stickymoe.errors import ConfigError
 from stickymoe.routing.terms import Term
 from stickymoe.routing.ties import TiedExperts
 from stickymoe.variants.base import Hyper, Site, Variant, hypers_of, variant_class
+from stickymoe.variants.cached import Cached
 
 if TYPE_CHECKING:
     from stickymoe.routing.layer import SidePart
-    from stickymoe.routing.rules import Choice, Filter
+    from stickymoe.routing.rules import Choice, Filter, Skip
 
 # What only one variant of a combination may replace, and its name in messages.
 _EXCLUSIVE = {
     "source": "the router's input",
     "filter": "the router's logits",
     "choice": "the router's choice",
+    "skip": "what is skipped",
     "balance": "the load-balancing loss",
     "ties": "the ties of experts",
     "side": "the part beside the experts",
@@ -72,6 +74,8 @@ def _require_compatible(whole: str, one: type[Variant], other: type[Variant]) ->
         general, special = (one, other) if issubclass(other, one) else (other, one)
         raise ConfigError(f"Variant '{whole}': '{general.name}' is already part of '{special.name}'.")
     both = f"'{one.name}' and '{other.name}' both"
+    if issubclass(one, Cached) and issubclass(other, Cached):
+        raise ConfigError(f"Variant '{whole}': {both} keep a cache of their own; combine only one of them.")
     for part, description in _EXCLUSIVE.items():
         owners = {_owner(one, part), _owner(other, part)}
         if len(owners) == 2 and not any(_is_default(owner, part) for owner in owners):
@@ -121,6 +125,9 @@ class Combined(Variant):
 
     def choice(self, site: Site) -> Choice | None:
         return self._replacing("choice").choice(site)
+
+    def skip(self, site: Site) -> Skip | None:
+        return self._replacing("skip").skip(site)
 
     def ties(self) -> TiedExperts | None:
         return self._replacing("ties").ties()
