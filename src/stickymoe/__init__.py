@@ -22,7 +22,11 @@ _PUBLIC = {
     "RoutingTrace": "stickymoe.routing.trace",
     "RunConfig": "stickymoe.runs.config",
     "StickyError": "stickymoe.errors",
+    "StickySFTTrainer": "stickymoe.huggingface.sft",
+    "StickyTrainer": "stickymoe.huggingface.trainer",
+    "StickyTrainerMixin": "stickymoe.huggingface.trainer",
     "anchor_loss": "stickymoe.routing.losses",
+    "attach": "stickymoe.huggingface.attach",
     "balance_loss": "stickymoe.routing.losses",
     "consistency_loss": "stickymoe.routing.losses",
     "load_table": "stickymoe.locality.formats",
@@ -46,6 +50,10 @@ __all__ = sorted([*_PUBLIC, "__version__"])
 
 if TYPE_CHECKING:
     from stickymoe.errors import StickyError as StickyError
+    from stickymoe.huggingface.attach import attach as attach
+    from stickymoe.huggingface.sft import StickySFTTrainer as StickySFTTrainer
+    from stickymoe.huggingface.trainer import StickyTrainer as StickyTrainer
+    from stickymoe.huggingface.trainer import StickyTrainerMixin as StickyTrainerMixin
     from stickymoe.locality.cache import Cache as Cache
     from stickymoe.locality.formats import load_table as load_table
     from stickymoe.locality.formats import save_table as save_table
