@@ -26,7 +26,14 @@ from stickymoe.huggingface.families import Reading, Score, scores
 from stickymoe.huggingface.gates import Gate, find_gates, find_model
 from stickymoe.huggingface.inputs import Inputs
 from stickymoe.huggingface.memory import RouterMemory, Step, memory_of, remember
-from stickymoe.huggingface.rules import replaces_rule, require_attachable, route, rule_for, shared_gammas
+from stickymoe.huggingface.rules import (
+    replaces_rule,
+    require_attachable,
+    route,
+    routes_by_token,
+    rule_for,
+    shared_gammas,
+)
 from stickymoe.routing.losses import LossContext, Objective, objective
 from stickymoe.routing.rules import RouterInput, RouterState, Routing, RoutingRule
 from stickymoe.routing.terms import Term
@@ -216,7 +223,7 @@ class Attached:
         if gate.name not in self._checked:
             gate.require_score(reading)
             self._checked.add(gate.name)
-        if not self._has_rule:
+        if not self._has_rule or routes_by_token(gate):
             forward.readings[gate.name] = reading
             return output
         return self._reroute(gate, forward, reading, output)
@@ -235,11 +242,11 @@ class Attached:
         forward.readings[gate.name] = changed
         forward.routed[gate.name] = routing
         forward.step.given[gate.name] = rule, logits.detach().float(), x
-        return (*changed, *shared_gammas(gate, reading, changed, output))
+        return (*gate.spec.write(gate.module, changed), *shared_gammas(gate, reading, changed, output))
 
     def _outside(self, gate: Gate, output: Any) -> Any:
         """A gate ran outside a forward pass of the model: a recomputation by gradient checkpointing, or a part alone."""
-        if not self._has_rule:
+        if not self._has_rule or routes_by_token(gate):
             return output
         last: _Forward | None = getattr(self._local, "last", None)
         if torch._C._current_graph_task_id() == -1:
@@ -286,11 +293,12 @@ class Attached:
         B, T = forward.inputs.mask.shape
         if len({(r.logits.shape, r.indices.shape) for r in readings}) > 1:
             raise ConfigError("attach: the layers have different numbers of experts, which is not supported.")
-        if forward.routed:
-            g = torch.stack([forward.routed[gate.name].g for gate in gates])
+        score, routed = gates[0].spec.score_of(gates[0].module), forward.routed
+        if routed:
+            own = {gate.name: _normalised(score, forward.readings[gate.name].logits) for gate in gates}
+            g = torch.stack([routed[name].g if name in routed else g.view(B, T, -1) for name, g in own.items()])
         else:
-            logits = torch.stack([r.logits for r in readings])
-            g = _normalised(gates[0].spec.score_of(gates[0].module), logits).view(len(gates), B, T, -1)
+            g = _normalised(score, torch.stack([r.logits for r in readings])).view(len(gates), B, T, -1)
         return RoutingTrace.from_choice(
             g,
             torch.stack([r.indices for r in readings]).view(len(gates), B, T, -1).long(),

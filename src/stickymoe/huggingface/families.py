@@ -63,6 +63,16 @@ def _read_zaya(gate: Any, block: nn.Module, output: Any) -> Reading:
     return Reading(logits, weights, torch.where(weights == 0, gate.num_experts, indices))
 
 
+def _write_tuple(gate: Any, changed: Reading) -> Reading:
+    return changed
+
+
+def _write_zaya(gate: Any, changed: Reading) -> Reading:
+    """The reverse of `_read_zaya`."""
+    skipped = changed.indices == gate.num_experts
+    return Reading(changed.logits, changed.weights.masked_fill(skipped, 0), changed.indices.masked_fill(skipped, 0))
+
+
 def _names(text: str) -> list[str]:
     return text.split()
 
@@ -79,7 +89,8 @@ class Family:
     read: how the gate's output is read
     n_null: classes at the end that are no experts
     proportional: the combine weights are proportional to the scores of the chosen experts
-    reroutes: a changed output of the gate reaches the experts
+    write: how a changed choice is returned
+    fixed_choice: why no other choice of experts can be made; None where it can
     normalised: the combine weights are divided by their sum over the chosen experts, unless `norm_topk_prob` says so
     bias_on: what the selection bias, if there is one, is added to
     """
@@ -88,7 +99,8 @@ class Family:
     read: Read = _read_tuple
     n_null: Callable[[Any], int] = _no_nulls
     proportional: bool = True
-    reroutes: bool = True
+    write: Callable[[Any, Reading], Reading] = _write_tuple
+    fixed_choice: str | None = None
     normalised: bool = True
     bias_on: Literal["scores", "logits"] = "scores"
 
@@ -96,6 +108,7 @@ class Family:
         return self.score if isinstance(self.score, str) else self.score(gate)
 
 
+_NOT_REACHED = "what its gates return does not decide which experts are used"
 _SOFTMAX = Family()
 _UNNORMALISED = Family(normalised=False)
 _SIGMOID = Family(score="sigmoid")
@@ -103,18 +116,24 @@ _PROBABILITIES = Family(score="probabilities")
 
 FAMILIES: dict[str, Family] = {
     # softmax → top-k, and top-k → softmax, which is the same where weights are normalised
-    **dict.fromkeys(_names("olmoe flex_olmo mellum qwen2_moe qwen3_moe qwen3_next qwen4_exp qwen3_omni_moe mixtral minimax qwen3_vl_moe "
-        "qwen3_5_moe hunyuan_v1_moe mistral4 mistral_large4 ernie4_5_moe gpt_oss openai_privacy_filter aria granitemoe "
-        "granitemoe_swa granitemoehybrid granitemoeshared"),
+    **dict.fromkeys(
+        _names(
+            "olmoe flex_olmo mellum qwen2_moe qwen3_moe qwen3_next qwen4_exp qwen3_omni_moe mixtral minimax qwen3_vl_moe "
+            "qwen3_5_moe hunyuan_v1_moe mistral4 mistral_large4 ernie4_5_moe gpt_oss openai_privacy_filter aria granitemoe "
+            "granitemoe_swa granitemoehybrid granitemoeshared"
+        ),
         _SOFTMAX,
     ),
     **dict.fromkeys(_names("jamba deepseek_v2 deepseek_ocr2 unlimited_ocr"), _UNNORMALISED),
     "longcat_flash": Family(normalised=False, n_null=lambda gate: gate.n_routed_experts - gate.num_experts),
     "cohere2_moe": Family(score=lambda gate: gate.expert_selection_fn),
     # sigmoid, most of them with a selection bias and group limits
-    **dict.fromkeys(_names("deepseek_v3 deepseek_v32 axk1 axk2 bailing_hybrid dots1 exaone_moe glm4_moe glm4_moe_lite glm4v_moe glm5_next "
-        "glm_moe_dsa hy_v4 kimi_linear solar_open nemotron_h beam mimo_v2_flash minimax_m3_vl step3p7 muse_spark laguna "
-        "afmoe hy_v3 minimax_m2 lfm2_moe flint inkling"),
+    **dict.fromkeys(
+        _names(
+            "deepseek_v3 deepseek_v32 axk1 axk2 bailing_hybrid dots1 exaone_moe glm4_moe glm4_moe_lite glm4v_moe glm5_next "
+            "glm_moe_dsa hy_v4 kimi_linear solar_open nemotron_h beam mimo_v2_flash minimax_m3_vl step3p7 muse_spark laguna "
+            "afmoe hy_v3 minimax_m2 lfm2_moe flint inkling"
+        ),
         _SIGMOID,
     ),
     "kolibri1": Family(score="sigmoid", bias_on="logits"),
@@ -122,12 +141,12 @@ FAMILIES: dict[str, Family] = {
     "gemma4": _PROBABILITIES,
     "diffusion_gemma": _PROBABILITIES,
     # families whose gates return something else
-    "zaya": Family(read=_read_zaya, n_null=lambda gate: 1, normalised=False, proportional=False, reroutes=False),
-    "phimoe": Family(proportional=False, reroutes=False),
+    "zaya": Family(read=_read_zaya, write=_write_zaya, n_null=lambda gate: 1, normalised=False),
+    "phimoe": Family(proportional=False, fixed_choice="its combine weights come from two separate softmaxes"),
     "ernie4_5_vl_moe": _SOFTMAX,
-    "dbrx": Family(read=_read_dbrx, reroutes=False),
-    "llama4": Family(score="sigmoid", read=_read_llama4, normalised=False, reroutes=False),
-    "jetmoe": Family(read=_read_jetmoe, reroutes=False),
+    "dbrx": Family(read=_read_dbrx, fixed_choice=_NOT_REACHED),
+    "llama4": Family(score="sigmoid", read=_read_llama4, normalised=False, fixed_choice=_NOT_REACHED),
+    "jetmoe": Family(read=_read_jetmoe, fixed_choice=_NOT_REACHED),
 }
 
 # Families with experts that cannot be attached, and why.

@@ -9,7 +9,7 @@ B sequences, T tokens, N experts, k experts per token.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,32 +83,30 @@ def require_attachable(variant: Variant, gates: list[Gate]) -> None:
         problem = "its router has weights of its own, which this model was not trained with"
         raise ConfigError(f"attach: variant '{variant.name}' does not fit a transformers model: {problem}.")
     for gate in gates:
-        if not gate.spec.reroutes:
-            raise ConfigError(
-                f"attach: variant '{variant.name}' replaces the choice of experts, which does not reach the experts of "
-                f"the family {gate.family}; expected a variant of loss terms alone, such as soft."
-            )
+        if gate.spec.fixed_choice is not None:
+            raise ConfigError(_no_rule(variant, gate, gate.spec.fixed_choice))
+
+
+def _no_rule(variant: Variant, gate: Gate, reason: str) -> str:
+    return (
+        f"attach: variant '{variant.name}' replaces the choice of experts, which the family {gate.family} does not allow: "
+        f"{reason}. Expected a variant of loss terms alone, such as soft."
+    )
 
 
 def rule_for(variant: Variant, gate: Gate, model: PreTrainedModel, reading: Reading) -> RoutingRule:
     """The rule of a variant for one gate; refused if the gate's own choice cannot be reproduced."""
     N, k = reading.logits.shape[-1], reading.indices.shape[-1]
     n_null = gate.spec.n_null(gate.module)
-    if n_null:
-        raise ConfigError(
-            f"attach: variant '{variant.name}' replaces the choice of experts, which is not supported for {gate.family}: "
-            f"{n_null} of its {N} classes are no experts."
-        )
+    if n_null and "capacity" in variant.settings():
+        raise ConfigError(_no_rule(variant, gate, f"{n_null} of its {N} classes are no experts and take no slot"))
     variant.require_fit(n_layers=model.config.get_text_config().num_hidden_layers, n_experts=N, top_k=k)
     scoring = _scoring(gate)
     logits = _as_logits(gate, reading.logits)[None]
     _, S, _ = TopK()(ChoiceInput(logits, k, scoring), RouterInput(logits), RouterState())
     same = (S[0].sort(-1).values == reading.indices.sort(-1).values).all(-1).float().mean()
     if float(same) < _AGREEMENT:
-        raise ConfigError(
-            f"attach: variant '{variant.name}' replaces the choice of experts, but {gate.name} of the family {gate.family} "
-            "does not choose the experts with the highest scores; expected a variant of loss terms alone, such as soft."
-        )
+        raise ConfigError(_no_rule(variant, gate, f"{gate.name} does not choose the experts with the highest scores"))
     d = model.config.get_text_config().hidden_size
     rule = variant.parts(Site(gate.layer, d, N, k, model.config.get_text_config().vocab_size)).rule
     assert rule is not None
@@ -131,6 +129,11 @@ def _scoring(gate: Gate) -> GateScoring:
         bias_on_logits=gate.spec.bias_on == "logits",
         **groups,
     )
+
+
+def routes_by_token(gate: Gate) -> bool:
+    """Whether a table of token ids decides the experts of a gate; rules leave such a layer as it is."""
+    return hasattr(gate.module, "tid2eid")
 
 
 def _first(holders: list[nn.Module], *names: str) -> Any:
@@ -162,8 +165,7 @@ def route(
     if factor is not None:
         w = w * factor[S]
     w = w.to(reading.weights.dtype)
-    changed = Reading(reading.logits, w, S.to(reading.indices.dtype))
-    return replace(routing, w=w.view(B, T, -1)), changed
+    return replace(routing, w=w.view(B, T, -1)), Reading(reading.logits, w, S.to(reading.indices.dtype))
 
 
 def scores_at(gate: Gate, reading: Reading) -> Float[Tensor, "n k"]:
@@ -180,7 +182,8 @@ def _scaled(gate: Gate, chosen: Tensor, before: Tensor, reading: Reading) -> Ten
         return chosen * scale / (chosen.sum(-1, keepdim=True) + others)
     if _normalises(gate):
         return chosen * total / chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(chosen.dtype).tiny)
-    return chosen * total / before.sum(-1, keepdim=True).clamp(min=torch.finfo(before.dtype).tiny)
+    ratio = total / before.sum(-1, keepdim=True).clamp(min=torch.finfo(before.dtype).tiny)
+    return chosen * torch.where(total == 0, 1.0, ratio)
 
 
 def shared_score(gate: Gate, before: Tensor, total: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -1,6 +1,6 @@
 """Routing objectives and expert statistics in transformers' Trainer, and in every trainer that is built on it.
 
-    class StickyDPOTrainer(StickyTrainerMixin, DPOTrainer): ...
+class StickyDPOTrainer(StickyTrainerMixin, DPOTrainer): ...
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class StickyTrainerMixin(_Base):
         self._of_step: list[RoutingTrace] = []
         super().__init__(*args, **kwargs)
         if self.model_init is not None:
-            raise ConfigError("StickyTrainer: model_init is not supported, because it replaces the model; pass model=….")
+            raise ConfigError(
+                "StickyTrainer: model_init is not supported, because it replaces the model; pass model=…."
+            )
         config = getattr(self.model, "config", None)
         if self.variant is not None and getattr(config, "output_router_logits", False):
             logging.getLogger(__name__).warning(
