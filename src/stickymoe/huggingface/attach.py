@@ -108,6 +108,7 @@ class Attached:
         self._checked: set[str] = set()
         self._local = threading.local()
         self._latest: _Result | None = None
+        self._latest_forward: _Forward | None = None
         self._handles: list[Any] = []
         self._add_hooks()
 
@@ -236,19 +237,21 @@ class Attached:
         B, T = inputs.mask.shape
         logits = reading.logits.view(B, T, -1)
         x = RouterInput(logits.detach(), tokens=inputs.tokens, position=forward.position, doc=inputs.doc)
-        assert forward.memory is not None and forward.step is not None
+        assert forward.step is not None
         state = forward.step.states.get(gate.name)
         routing, changed = route(gate, rule, reading, x, state, self.progress if self.model.training else 1.0)
-        forward.readings[gate.name] = changed
+        written = (*gate.spec.write(gate.module, changed), *shared_gammas(gate, reading, changed, output))
+        forward.readings[gate.name] = gate.read(written)
         forward.routed[gate.name] = routing
         forward.step.given[gate.name] = rule, logits.detach().float(), x
-        return (*gate.spec.write(gate.module, changed), *shared_gammas(gate, reading, changed, output))
+        return written
 
     def _outside(self, gate: Gate, output: Any) -> Any:
-        """A gate ran outside a forward pass of the model: a recomputation by gradient checkpointing, or a part alone."""
+        """A gate ran outside a forward pass: gradient checkpointing recomputes it, or a part of the model was called."""
         if not self._has_rule or routes_by_token(gate):
             return output
-        last: _Forward | None = getattr(self._local, "last", None)
+        # On a GPU, autograd recomputes in a thread of its own.
+        last: _Forward | None = getattr(self._local, "last", None) or self._latest_forward
         if torch._C._current_graph_task_id() == -1:
             raise ConfigError(f"attach: {gate.name} ran outside a forward pass of the model; call the model itself.")
         reading = gate.read(output)
@@ -312,8 +315,9 @@ class Attached:
     def _remember(self, forward: _Forward, output: Any) -> None:
         """Put the states of the rules into the KV cache."""
         inputs, memory, step = forward.inputs, forward.memory, forward.step
-        assert memory is not None and step is not None
-        self._local.last = forward
+        assert memory is not None
+        assert step is not None
+        self._local.last = self._latest_forward = forward
         states: dict[str, RouterState] = {name: routing.state for name, routing in forward.routed.items()}
         past = inputs.past if inputs.past is not None else getattr(output, "past_key_values", None)
         memory.add(step, inputs.mask.shape[1], memory.seen + inputs.mask.sum(1).cpu(), states)

@@ -89,8 +89,8 @@ def require_attachable(variant: Variant, gates: list[Gate]) -> None:
 
 def _no_rule(variant: Variant, gate: Gate, reason: str) -> str:
     return (
-        f"attach: variant '{variant.name}' replaces the choice of experts, which the family {gate.family} does not allow: "
-        f"{reason}. Expected a variant of loss terms alone, such as soft."
+        f"attach: variant '{variant.name}' replaces the choice of experts, which the family {gate.family} does not "
+        f"allow: {reason}. Expected a variant of loss terms alone, such as soft."
     )
 
 
@@ -155,9 +155,11 @@ def _as_logits(gate: Gate, logits: Tensor) -> Tensor:
 def route(
     gate: Gate, rule: RoutingRule, reading: Reading, x: RouterInput, state: RouterState | None, progress: float
 ) -> tuple[Routing, Reading]:
-    """Apply a rule to the logits of a gate. Returns the routing, and what the gate returns in place of its own choice."""
+    """Apply a rule to the logits of a gate. Returns the routing, and the choice that replaces the gate's own."""
     B, T = x.h.shape[:2]
     logits = _as_logits(gate, reading.logits)
+    if rule.scoring.bias is not None:  # it may be updated while the model trains
+        rule = replace(rule, scoring=replace(rule.scoring, bias=_bias(gate)))
     routing = rule(logits.view(B, T, -1), x, state, progress)
     S = routing.S.flatten(0, 1)
     w = _scaled(gate, routing.w.flatten(0, 1), scores_at(gate, reading), reading)
