@@ -247,7 +247,7 @@ class Attached:
         return written
 
     def _outside(self, gate: Gate, output: Any) -> Any:
-        """A gate ran outside a forward pass: gradient checkpointing recomputes it, or a part of the model was called."""
+        """A gate ran outside a forward pass: checkpointing recomputes it, or a part of the model was called."""
         if not self._has_rule or routes_by_token(gate):
             return output
         # On a GPU, autograd recomputes in a thread of its own.
