@@ -222,6 +222,7 @@ def _train(
         save_total_limit=1,
         logging_steps=10,
         report_to=[],
+        dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=quiet,
     )
     trainer = _AdaptTrainer(

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,14 +77,20 @@ class _Forward:
     step: Step | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Result:
-    """A finished forward pass."""
+    """A finished forward pass. The terms are computed when they are needed."""
 
     trace: RoutingTrace
     inputs: Inputs
-    loss: Tensor | None
-    objective: Objective | None
+    terms: tuple[Term, ...]
+    context: LossContext
+    progress: float
+    loss: Tensor | None = None
+
+    @cached_property
+    def objective(self) -> Objective:
+        return objective(self.trace, self.terms, self.context, self.progress)
 
 
 class Attached:
@@ -127,14 +134,12 @@ class Attached:
     @property
     def terms(self) -> dict[str, Tensor]:
         """The unweighted value of each term of the variant in the last forward pass, by its symbol."""
-        found = self._result().objective
-        return {} if found is None else {symbol: value.detach() for symbol, value in found.values.items()}
+        return {symbol: value.detach() for symbol, value in self._result().objective.values.items()}
 
     @property
     def total(self) -> Tensor:
         """The weighted sum of the terms of the last forward pass, with gradient."""
-        found = self._result().objective
-        return torch.zeros(()) if found is None else found.total
+        return self._result().objective.total
 
     @property
     def loss(self) -> Tensor:
@@ -274,9 +279,8 @@ class Attached:
         trace = self._trace(forward)
         if forward.memory is not None:
             self._remember(forward, output)
-        found = objective(trace, self.terms_of_loss, self.context, self.progress) if self.terms_of_loss else None
-        loss, output = self._with_terms(forward.inputs, output, found)
-        result = _Result(trace, forward.inputs, loss, found)
+        result = _Result(trace, forward.inputs, self.terms_of_loss, self.context, self.progress)
+        output = self._with_terms(result, output)
         self._local.result = self._latest = result
         if self.on_trace is not None:
             self.on_trace(trace, forward.inputs)
@@ -323,16 +327,17 @@ class Attached:
         memory.add(step, inputs.mask.shape[1], memory.seen + inputs.mask.sum(1).cpu(), states)
         remember(past, memory)
 
-    def _with_terms(self, inputs: Inputs, output: Any, found: Objective | None) -> tuple[Tensor | None, Any]:
-        """The loss of a forward pass and its output, both with the terms added if it has labels."""
-        loss = _loss_of(output) if inputs.labels is not None else None
-        if loss is None or found is None or not self.adds_terms:
-            return loss, output
-        loss = loss + (found.total * inputs.fraction).to(loss)
+    def _with_terms(self, result: _Result, output: Any) -> Any:
+        """Note the loss of a forward pass that has labels, and add the terms to it."""
+        loss = _loss_of(output) if result.inputs.labels is not None else None
+        result.loss = loss
+        if loss is None or not result.terms or not self.adds_terms:
+            return output
+        result.loss = loss + (result.objective.total * result.inputs.fraction).to(loss)
         if isinstance(output, tuple):
-            return loss, (loss, *output[1:])
-        output.loss = loss
-        return loss, output
+            return (result.loss, *output[1:])
+        output.loss = result.loss
+        return output
 
     def prompt_mask(self, mask: Tensor | None) -> None:
         """Remember the mask of a prompt while the model generates."""
