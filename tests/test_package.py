@@ -46,6 +46,7 @@ def test_importing_the_package_loads_nothing_heavy():
     [
         *([], ["--help"], ["--version"], ["variants"], ["train", "--help"], ["train", "--print_config"], ["nonsense"]),
         *(["simulate", "--help"], ["plan", "--help"], ["device", "--list"], ["trace", "make", "--help"]),
+        ["export", "--help"],
     ],
     ids=" ".join,
 )
