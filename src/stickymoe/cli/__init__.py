@@ -24,6 +24,7 @@ commands:
   report     show finished runs on a page: tables, figures, a text coloured by expert
   frontier   show how much of the MoE gain each run keeps, and its misses
   eval       evaluate a run again, on the validation or test split
+  export     write the model of a run as a folder that transformers loads
   simulate   replay a routing trace on expert caches and count misses
   plan       predict tokens/s on a device for every cache size; find the smallest that is fast enough
   profile    record how a transformers checkpoint routes a text
@@ -49,9 +50,10 @@ COMMANDS = {
     "report": "reports",
     "frontier": "reports",
     "variants": "train",
-    "profile": "checkpoints",
-    "reroute": "checkpoints",
-    "adapt": "checkpoints",
+    "profile": "huggingface",
+    "reroute": "huggingface",
+    "adapt": "huggingface",
+    "export": "huggingface",
 }
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from stickymoe import files
 from stickymoe.errors import ConfigError, InterruptedRunError, RunError, require
-from stickymoe.huggingface.attach import attach
+from stickymoe.huggingface.attached import attach
 from stickymoe.huggingface.gates import find_gates
 from stickymoe.huggingface.inputs import NO_TARGET
 from stickymoe.huggingface.reroute import row_of

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from stickymoe.errors import DataError
-from stickymoe.huggingface.attach import Attached, attach
+from stickymoe.huggingface.attached import Attached, attach
 from stickymoe.huggingface.inputs import Inputs
 from stickymoe.huggingface.text import Loaded, Progress, finished, padded, score_text
 from stickymoe.locality.recorder import Recorder

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from stickymoe.errors import ConfigError, unknown
-from stickymoe.huggingface.attach import attach
+from stickymoe.huggingface.attached import attach
 from stickymoe.huggingface.text import Loaded, Progress, Scored, score_text
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.streams import Access

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from stickymoe.errors import ConfigError, DataError, require
-from stickymoe.huggingface.attach import Attached
+from stickymoe.huggingface.attached import Attached
 from stickymoe.huggingface.gates import expert_bytes, find_gates, other_bytes
 from stickymoe.huggingface.inputs import NO_TARGET
 from stickymoe.locality.recorder import Recorder

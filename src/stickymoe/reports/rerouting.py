@@ -75,10 +75,11 @@ def save_figure(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     x = alt.X("read:Q", title="MB read per token", scale=alt.Scale(zero=False, padding=18))
     y = alt.Y("ppl:Q", title="perplexity", scale=alt.Scale(zero=False, padding=18))
     base = alt.Chart(inline(points)).encode(x=x, y=y, color=colour_by("rule", names))
+    shape = alt.Shape("rule:N", scale=alt.Scale(domain=names), legend=alt.Legend(title=None, orient="bottom"))
     tooltip = ["rule:N", "label:N", "ppl:Q", "read:Q", "misses:Q"]
     chart = alt.layer(
         base.mark_line().encode(order="order:Q"),
-        base.mark_point(filled=True, size=60).encode(shape="rule:N", tooltip=tooltip),
+        base.mark_point(filled=True, size=60).encode(shape=shape, tooltip=tooltip),
         labels(points, x, y),
     ).properties(width=520, height=340)
     spec = alt.Chart.from_dict(themed(chart))

@@ -245,7 +245,7 @@ class Attached:
         assert forward.step is not None
         state = forward.step.states.get(gate.name)
         routing, changed = route(gate, rule, reading, x, state, self.progress if self.model.training else 1.0)
-        written = (*gate.spec.write(gate.module, changed), *shared_gammas(gate, reading, changed, output))
+        written = (*gate.spec.write(gate.inner, changed), *shared_gammas(gate, reading, changed, output))
         forward.readings[gate.name] = gate.read(written)
         forward.routed[gate.name] = routing
         forward.step.given[gate.name] = rule, logits.detach().float(), x
@@ -300,7 +300,7 @@ class Attached:
         B, T = forward.inputs.mask.shape
         if len({(r.logits.shape, r.indices.shape) for r in readings}) > 1:
             raise ConfigError("attach: the layers have different numbers of experts, which is not supported.")
-        score, routed = gates[0].spec.score_of(gates[0].module), forward.routed
+        score, routed = gates[0].score, forward.routed
         if routed:
             own = {gate.name: _normalised(score, forward.readings[gate.name].logits) for gate in gates}
             g = torch.stack([routed[name].g if name in routed else g.view(B, T, -1) for name, g in own.items()])
@@ -313,7 +313,7 @@ class Attached:
             forward.inputs.mask,
             forward.inputs.doc,
             layers=[gate.layer for gate in gates],
-            n_null=gates[0].spec.n_null(gates[0].module),
+            n_null=gates[0].n_null,
         )
 
     def _remember(self, forward: _Forward, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""`profile`, `adapt` and `reroute`: commands for checkpoints of transformers."""
+"""`profile`, `adapt`, `reroute` and `export`: commands for checkpoints of transformers."""
 
 from __future__ import annotations
 
@@ -211,3 +211,20 @@ def _adapt_default(name: str) -> Any:
     from stickymoe.huggingface.adapt import AdaptConfig
 
     return next(field.default for field in dataclasses.fields(AdaptConfig) if field.name == name)
+
+
+def export_command(argv: list[str]) -> None:
+    parser = make_parser("export", "Write the model of a run as a folder that transformers loads.")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("out", type=Path, metavar="DIR", help="new folder to write")
+    parser.add_argument("--checkpoint", metavar="NAME", help="export this checkpoint, not the newest")
+    args = parser.parse_args(argv)
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from stickymoe.huggingface.export import export_run
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    export_run(args.run, args.out, checkpoint=args.checkpoint)
+    print(args.out)
