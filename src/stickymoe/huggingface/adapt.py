@@ -156,7 +156,8 @@ def adapt(
     resumes = _open_work(work, loaded.name, config)
     before = _measured_once(work / "before.json", loaded, held_out, slots)
     trained = _train(loaded, work, config, train_rows, resumes=resumes, quiet=quiet)
-    adapted = Loaded(loaded.name, trained.eval(), loaded.tokenizer)
+    trained.train(False)
+    adapted = Loaded(loaded.name, trained, loaded.tokenizer)
     after = measure_model(adapted, held_out, slots)
     _publish(adapted, work, out, {"before": before, "after": after}, config, slots)
     return {"before": before, "after": after}
@@ -236,7 +237,7 @@ def _train(
             f"Stopped at step {trainer.state.global_step} of {config.steps}, saved. Repeat the same command to resume."
         )
     if config.train == "lora":
-        return trainer.model.merge_and_unload()  # type: ignore[no-any-return, union-attr, operator]
+        return trainer.model.merge_and_unload()  # type: ignore[no-any-return]
     return loaded.model
 
 

@@ -187,8 +187,9 @@ class Attached:
         for gate in self.gates:
             self._handles.append(gate.module.register_forward_hook(_GateHook(self, gate), prepend=True))
         self._own_generate = model.__dict__.get("generate")
-        if hasattr(model, "generate"):
-            model.__dict__["generate"] = _Generate(self, model.generate)
+        own: Any = getattr(model, "generate", None)
+        if own is not None:
+            model.__dict__["generate"] = _Generate(self, own)
         _attached.add(model)
         _forget_compiled_code()
 
@@ -400,7 +401,7 @@ class _Generate:
 
 def _without_compiling(function: Callable[..., Any]) -> Callable[..., Any]:
     """Hooks run outside compiled code: they have side effects."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _forget_compiled_code() -> None:
