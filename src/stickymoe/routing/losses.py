@@ -218,8 +218,7 @@ def reuse_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
     """−log mean_t (1/k)·Σ_{e ∈ S_t−1} g_t(e), over pairs (ReMoE)."""
     k = trace.S.shape[-1]
     kept = trace.g[:, :, 1:].gather(-1, trace.S[:, :, :-1]).sum(-1) / k
-    log_mean: Tensor = _pair_mean(trace, kept).clamp(min=_SMALL).log()
-    return -log_mean
+    return torch.neg(_pair_mean(trace, kept).clamp(min=_SMALL).log())
 
 
 def lagged_divergence_by_layer(trace: RoutingTrace, *, lags: Sequence[int] = (1, 2, 4, 8, 16)) -> Float[Tensor, " L"]:
