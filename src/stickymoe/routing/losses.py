@@ -240,7 +240,7 @@ def windowed_entropy_by_layer(trace: RoutingTrace, *, window: int) -> Float[Tens
     require(window >= 1, "window", window, "a whole number ≥ 1")
     sums, sizes = _window_sums(trace, trace.g, window)
     mean = sums / sizes[..., None].clamp(min=1)
-    H = torch.special.entr(mean).sum(-1)
+    H: Tensor = torch.special.entr(mean).sum(-1)
     return H.sum((1, 2)) / sizes.gt(0).sum().clamp(min=1)
 
 
