@@ -214,7 +214,7 @@ def chunk_loss(g, k, mask, doc, window):
 
 
 def reuse_loss(g, S, mask, doc):
-    """ReMoE: −log of the mean over pairs of the gate weight per expert of the previous token's set; mean over layers."""
+    """ReMoE: −log of the mean over pairs of the mean gate of the previous token's experts; mean over layers."""
     L, k = len(g), len(S[0][0][0])
     pairs = [(b, t) for b, t in real_tokens(mask) if is_pair(mask, doc, b, t)]
     total = 0.0
@@ -225,7 +225,7 @@ def reuse_loss(g, S, mask, doc):
 
 
 def lagged_divergence(g, mask, doc, lags):
-    """ReMoE: symmetric KL between the gates of tokens that are `lag` real tokens apart, mean over tokens, lags, layers."""
+    """ReMoE: symmetric KL between gates that are `lag` real tokens apart, mean over tokens, lags and layers."""
     L, total = len(g), 0.0
     for l in range(L):
         for lag in lags:
@@ -274,7 +274,7 @@ def cache_aware(logits, g, k, capacity, kept, method, strength, doc=None):
     T, N = len(logits), len(logits[0])
     chosen, cache, ranges = [], [], []
     for t in range(T):
-        if t in starts(T, doc):
+        if starts(T, doc)[t]:
             cache, ranges = [], []
         z = logits[t]
         ranges.append(max(z) - min(z))

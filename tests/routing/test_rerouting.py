@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-import reference
 import torch
 from cases import choose, router_input, steps
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import documents, seeds
 
+import reference
 from stickymoe.errors import StickyError
 from stickymoe.locality.cache import Cache
 from stickymoe.locality.replay import simulate
@@ -16,6 +15,7 @@ from stickymoe.routing.rerouting import CachePrior, DropCold, ExpertCache, MaxRa
 from stickymoe.routing.rules import RouterState, RoutingRule
 from stickymoe.routing.trace import RoutingTrace
 from stickymoe.variants import Site, variant
+from strategies import documents, seeds
 
 METHODS = {
     "prior": lambda cache, kept, strength: CachePrior(cache=cache, kept=kept, lam=strength),
@@ -25,10 +25,10 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-@given(seed=seeds, T=st.integers(1, 12), k=st.integers(1, 3), data=st.data())
-def test_the_choice_is_that_of_the_loops(method, seed, T, k, data):
-    rng, N = np.random.default_rng(seed), 5
-    doc = data.draw(st.one_of(st.none(), documents(1, T)))
+@given(rng=seeds(), T=st.integers(1, 12), k=st.integers(1, 3), data=st.data())
+def test_the_choice_is_that_of_the_loops(method, rng, T, k, data):
+    N = 5
+    doc = data.draw(st.one_of(st.none(), documents(1, T).map(torch.from_numpy)))
     capacity, kept = data.draw(st.integers(k, N)), data.draw(st.integers(0, k))
     strength = data.draw(st.sampled_from([0.0, 0.2, 0.5, 0.9]))
     logits = torch.tensor(rng.standard_normal((1, T, N)))
@@ -64,7 +64,7 @@ def test_a_replay_of_the_trace_finds_the_loads_of_the_rule_s_own_cache(method, p
     rng = np.random.default_rng(1)
     logits, x = torch.tensor(rng.standard_normal((1, 60, 6))), router_input(rng, 1, 60)
     rule = METHODS[method](ExpertCache(capacity=3, policy=policy), 1, 0.5)
-    g, S, state = choose(rule, logits, 2, x)
+    _, S, state = choose(rule, logits, 2, x)
     cache = Cache(capacity=3, policy=policy)
     for experts in S[0].tolist():
         cache.request(experts)
@@ -85,9 +85,9 @@ def test_more_strength_means_fewer_misses():
         assert misses[0] > misses[1] > misses[2], method
 
 
-@given(seed=seeds, T=st.integers(1, 12), k=st.integers(1, 3), share=st.sampled_from([0.0, 0.5, 1.0, 5.0]))
-def test_drop_cold_skips_light_misses_only(seed, T, k, share):
-    rng, N = np.random.default_rng(seed), 5
+@given(rng=seeds(), T=st.integers(1, 12), k=st.integers(1, 3), share=st.sampled_from([0.0, 0.5, 1.0, 5.0]))
+def test_drop_cold_skips_light_misses_only(rng, T, k, share):
+    N = 5
     logits, x = torch.tensor(rng.standard_normal((1, T, N))), router_input(rng, 1, T)
     plain = RoutingRule(k)(logits, x)
     routing = RoutingRule(k, skip=DropCold(cache=ExpertCache(capacity=3), share=share))(logits, x)
@@ -95,10 +95,8 @@ def test_drop_cold_skips_light_misses_only(seed, T, k, share):
     cache = Cache(capacity=3)
     for t in range(T):
         experts, before, after = plain.S[0, t].tolist(), plain.w[0, t].tolist(), routing.w[0, t].tolist()
-        kept = [
-            j == 0 or e in cache.resident or w >= share * sum(before) / k
-            for j, (e, w) in enumerate(zip(experts, before, strict=True))
-        ]
+        pairs = zip(experts, before, strict=True)
+        kept = [j == 0 or e in cache.resident or w >= share * sum(before) / k for j, (e, w) in enumerate(pairs)]
         assert [w > 0 for w in after] == kept
         assert sum(after) == pytest.approx(sum(before))
         cache.request([e for e, keep in zip(experts, kept, strict=True) if keep])
