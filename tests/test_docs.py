@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints import write_checkpoint
 from stickymoe.cli import COMMANDS, main
 from stickymoe.locality.devices import parse_device
 from stickymoe.paper.grids import GRIDS
