@@ -384,7 +384,7 @@ FAMILIES: tuple[str, ...] = tuple(name for name in TABLE if name not in SPECIAL 
 NO_LOSS: tuple[str, ...] = ("diffusion_gemma",)
 HAS_LOSS: tuple[str, ...] = tuple(name for name in TABLE if name not in NO_LOSS)
 
-BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
+BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
@@ -459,8 +459,8 @@ def _classifies(model: PreTrainedModel) -> bool:
 def _spread(model: nn.Module, shift: float) -> None:
     """Draw gates and selection biases anew, so that choices depend on the token and the biases matter.
 
-    A shift of all biases changes no choice, but makes biased scores negative: an expert outside the best groups must not
-    pass for one with score 0. AXK2 lets it pass, and its choice among several such experts would be arbitrary.
+    A shift of all biases changes no choice, but makes biased scores negative: an expert outside the best groups must
+    not pass for one with score 0. AXK2 lets it pass, and its choice among several such experts would be arbitrary.
     """
     with torch.no_grad():
         for _, gate, block in gates(model):
@@ -482,6 +482,9 @@ def _redraw(name: str, tensor: Tensor, shift: float) -> None:
     """Draw one tensor of a gate anew, by its name and shape."""
     if name in BIASES:
         tensor.normal_(shift, 0.3)
+    elif name == "balancing_biases":
+        tensor.normal_(-1.1, 0.3)
+        tensor[-1] = -1.0  # from_pretrained sets Zaya's skip class to this, whatever was saved
     elif name == "tid2eid":
         tensor.copy_(torch.rand(len(tensor), EXPERTS).argsort(-1)[:, : tensor.shape[1]])
     elif name in ("scale", "per_expert_scale", "router_states_scale", "global_scale"):
