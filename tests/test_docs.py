@@ -21,7 +21,7 @@ from stickymoe.runs.settings import config_from
 from stickymoe.sweeps.grid import configs, load_grid
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "locality.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("guide", "locality", "huggingface"))]
 
 
 def fenced(page: Path, language: str) -> list[str]:
@@ -150,9 +150,9 @@ def test_the_file_tree_is_true():
 
 
 def test_every_command_and_preset_is_documented():
-    readme, guide, lab = (page.read_text() for page in PAGES)
+    readme, guide, *others = (page.read_text() for page in PAGES)
     for command in COMMANDS:
-        assert f"stickymoe {command}" in readme + guide + lab or f"make {command}" in readme, command
+        assert f"stickymoe {command}" in "".join([readme, guide, *others]) or f"make {command}" in readme, command
     for preset in PRESETS:
         assert f"`{preset}`" in guide, preset
 

@@ -16,7 +16,10 @@ import stickymoe
 
 ROOT = Path(__file__).parent.parent
 RECORD = next((ROOT / "results" / "paper").rglob("soft-*/record.json"))
-OPTIONAL = ("torch", "accelerate", "safetensors", "tokenizers", "altair", "vl_convert", "jinja2", "datasets")
+OPTIONAL = (
+    *("torch", "accelerate", "safetensors", "tokenizers"),
+    *("altair", "vl_convert", "jinja2", "datasets", "transformers"),
+)
 TRAIN_LINE = 'train needs torch, which is not installed: pip install "stickymoe[train]".'
 
 
@@ -119,7 +122,13 @@ def test_train_says_which_extra_it_needs_in_one_line(installed):
 
 @pytest.mark.parametrize(
     ("command", "extra"),
-    [("eval run", "train"), ("demo", "train"), ("sweep cpu-small", "train"), ("report run", "report")],
+    [
+        ("eval run", "train"),
+        ("demo", "train"),
+        ("sweep cpu-small", "train"),
+        ("report run", "report"),
+        ("export run out", "hf"),
+    ],
 )
 def test_every_command_that_needs_an_extra_says_which_in_one_line(installed, command, extra):
     done = installed.run(installed.command, *command.split())

@@ -26,7 +26,7 @@ _PUBLIC = {
     "StickyTrainer": "stickymoe.huggingface.trainer",
     "StickyTrainerMixin": "stickymoe.huggingface.trainer",
     "anchor_loss": "stickymoe.routing.losses",
-    "attach": "stickymoe.huggingface.attach",
+    "attach": "stickymoe.huggingface.attached",
     "balance_loss": "stickymoe.routing.losses",
     "consistency_loss": "stickymoe.routing.losses",
     "load_table": "stickymoe.locality.formats",
@@ -50,7 +50,7 @@ __all__ = sorted([*_PUBLIC, "__version__"])
 
 if TYPE_CHECKING:
     from stickymoe.errors import StickyError as StickyError
-    from stickymoe.huggingface.attach import attach as attach
+    from stickymoe.huggingface.attached import attach as attach
     from stickymoe.huggingface.sft import StickySFTTrainer as StickySFTTrainer
     from stickymoe.huggingface.trainer import StickyTrainer as StickyTrainer
     from stickymoe.huggingface.trainer import StickyTrainerMixin as StickyTrainerMixin

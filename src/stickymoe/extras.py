@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from stickymoe.errors import MissingExtraError
 
 # Package → the extra of pyproject.toml that installs it. Training and reports both need `tokenizers`; a report asks for
-# a package of its own first.
+# a package of its own first, and so does the code for transformers.
 EXTRAS = {
     "torch": "train",
     "accelerate": "train",
@@ -19,6 +19,9 @@ EXTRAS = {
     "jinja2": "report",
     "markupsafe": "report",
     "datasets": "hub",
+    "transformers": "hf",
+    "peft": "hf",
+    "trl": "hf",
 }
 
 

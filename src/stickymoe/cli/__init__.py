@@ -24,8 +24,12 @@ commands:
   report     show finished runs on a page: tables, figures, a text coloured by expert
   frontier   show how much of the MoE gain each run keeps, and its misses
   eval       evaluate a run again, on the validation or test split
+  export     write the model of a run as a folder that transformers loads
   simulate   replay a routing trace on expert caches and count misses
   plan       predict tokens/s on a device for every cache size; find the smallest that is fast enough
+  profile    record how a transformers checkpoint routes a text
+  reroute    show what rules that prefer resident experts cost and save
+  adapt      train a transformers checkpoint for locality
   device     measure this machine, or show a device profile
   trace      convert a trace of another tool, or make a synthetic one
   variants   list the variants with their equations
@@ -46,6 +50,10 @@ COMMANDS = {
     "report": "reports",
     "frontier": "reports",
     "variants": "train",
+    "profile": "huggingface",
+    "reroute": "huggingface",
+    "adapt": "huggingface",
+    "export": "huggingface",
 }
 
 

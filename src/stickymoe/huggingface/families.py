@@ -73,10 +73,6 @@ def _write_zaya(gate: Any, changed: Reading) -> Reading:
     return Reading(changed.logits, changed.weights.masked_fill(skipped, 0), changed.indices.masked_fill(skipped, 0))
 
 
-def _names(text: str) -> list[str]:
-    return text.split()
-
-
 def _no_nulls(gate: Any) -> int:
     return 0
 
@@ -114,27 +110,29 @@ _UNNORMALISED = Family(normalised=False)
 _SIGMOID = Family(score="sigmoid")
 _PROBABILITIES = Family(score="probabilities")
 
+
+def _all(family: Family, *names: str) -> dict[str, Family]:
+    """The same entry for several families."""
+    return {name: family for line in names for name in line.split()}
+
+
 FAMILIES: dict[str, Family] = {
     # softmax → top-k, and top-k → softmax, which is the same where weights are normalised
-    **dict.fromkeys(
-        _names(
-            "olmoe flex_olmo mellum qwen2_moe qwen3_moe qwen3_next qwen4_exp qwen3_omni_moe mixtral minimax qwen3_vl_moe "
-            "qwen3_5_moe hunyuan_v1_moe mistral4 mistral_large4 ernie4_5_moe gpt_oss openai_privacy_filter aria granitemoe "
-            "granitemoe_swa granitemoehybrid granitemoeshared"
-        ),
+    **_all(
         _SOFTMAX,
+        "olmoe flex_olmo mellum qwen2_moe qwen3_moe qwen3_next qwen4_exp qwen3_omni_moe mixtral minimax qwen3_vl_moe",
+        "qwen3_5_moe hunyuan_v1_moe mistral4 mistral_large4 ernie4_5_moe gpt_oss openai_privacy_filter aria",
+        "granitemoe granitemoe_swa granitemoehybrid granitemoeshared",
     ),
-    **dict.fromkeys(_names("jamba deepseek_v2 deepseek_ocr2 unlimited_ocr"), _UNNORMALISED),
+    **_all(_UNNORMALISED, "jamba deepseek_v2 deepseek_ocr2 unlimited_ocr"),
     "longcat_flash": Family(normalised=False, n_null=lambda gate: gate.n_routed_experts - gate.num_experts),
     "cohere2_moe": Family(score=lambda gate: gate.expert_selection_fn),
     # sigmoid, most of them with a selection bias and group limits
-    **dict.fromkeys(
-        _names(
-            "deepseek_v3 deepseek_v32 axk1 axk2 bailing_hybrid dots1 exaone_moe glm4_moe glm4_moe_lite glm4v_moe glm5_next "
-            "glm_moe_dsa hy_v4 kimi_linear solar_open nemotron_h beam mimo_v2_flash minimax_m3_vl step3p7 muse_spark laguna "
-            "afmoe hy_v3 minimax_m2 lfm2_moe flint inkling"
-        ),
+    **_all(
         _SIGMOID,
+        "deepseek_v3 deepseek_v32 axk1 axk2 bailing_hybrid dots1 exaone_moe glm4_moe glm4_moe_lite glm4v_moe glm5_next",
+        "glm_moe_dsa hy_v4 kimi_linear solar_open nemotron_h beam mimo_v2_flash minimax_m3_vl step3p7 muse_spark",
+        "laguna afmoe hy_v3 minimax_m2 lfm2_moe flint inkling",
     ),
     "kolibri1": Family(score="sigmoid", bias_on="logits"),
     "deepseek_v4": Family(score="sqrt_softplus"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stickymoe.errors import ConfigError
-from stickymoe.huggingface.families import FAMILIES, REFUSED, Family, Reading, scores, supported_families
+from stickymoe.huggingface.families import FAMILIES, REFUSED, Family, Reading, Score, scores, supported_families
 
 _LEAST_SCORE = 1e-6  # scores below it say nothing about the ratio of weights
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -38,14 +38,30 @@ class Gate:
     def spec(self) -> Family:
         return FAMILIES[self.family]
 
+    @property
+    def inner(self) -> nn.Module:
+        """The gate itself, inside what PEFT wraps around it."""
+        module = self.module
+        while isinstance(getattr(module, "base_layer", None), nn.Module):
+            module = module.base_layer  # type: ignore[assignment]
+        return module
+
+    @property
+    def score(self) -> Score:
+        return self.spec.score_of(self.inner)
+
+    @property
+    def n_null(self) -> int:
+        return self.spec.n_null(self.inner)
+
     def read(self, output: Any) -> Reading:
-        return self.spec.read(self.module, self.block, output)
+        return self.spec.read(self.inner, self.block, output)
 
     def require_score(self, reading: Reading) -> None:
         """Refuse weights that contradict the score in the table of families."""
         if not self.spec.proportional or reading.indices.shape[-1] < 2:
             return
-        score = self.spec.score_of(self.module)
+        score = self.score
         with torch.no_grad():
             p = scores(score, reading.logits).gather(-1, reading.indices)
             ratio = self.unscaled(reading.weights, reading.indices) / p
@@ -62,7 +78,7 @@ class Gate:
 
     def unscaled(self, weights: Tensor, indices: Tensor) -> Tensor:
         """Weights without a factor that belongs to the expert."""
-        factor = getattr(self.module, "per_expert_scale", None)
+        factor = getattr(self.inner, "per_expert_scale", None)
         return weights if factor is None else weights / factor[indices]
 
 

@@ -75,8 +75,6 @@ def _mask(given: Any, prompt_mask: Tensor | None, shape: tuple[int, int], past: 
     mask = given.to(device).bool()
     if len(mask) != B and B % len(mask) == 0:  # beams, or several answers to one prompt
         mask = mask.repeat_interleave(B // len(mask), dim=0)
-    if mask.shape[1] == T:
-        return mask
     if mask.shape[1] < past + T:  # tokens after the prompt are real
         mask = torch.nn.functional.pad(mask, (0, past + T - mask.shape[1]), value=True)
     return mask[:, past : past + T]

@@ -89,15 +89,15 @@ def require_attachable(variant: Variant, gates: list[Gate]) -> None:
 
 def _no_rule(variant: Variant, gate: Gate, reason: str) -> str:
     return (
-        f"attach: variant '{variant.name}' replaces the choice of experts, which the family {gate.family} does not allow: "
-        f"{reason}. Expected a variant of loss terms alone, such as soft."
+        f"attach: variant '{variant.name}' replaces the choice of experts, which the family {gate.family} does not "
+        f"allow: {reason}. Expected a variant of loss terms alone, such as soft."
     )
 
 
 def rule_for(variant: Variant, gate: Gate, model: PreTrainedModel, reading: Reading) -> RoutingRule:
     """The rule of a variant for one gate; refused if the gate's own choice cannot be reproduced."""
     N, k = reading.logits.shape[-1], reading.indices.shape[-1]
-    n_null = gate.spec.n_null(gate.module)
+    n_null = gate.n_null
     if n_null and "capacity" in variant.settings():
         raise ConfigError(_no_rule(variant, gate, f"{n_null} of its {N} classes are no experts and take no slot"))
     variant.require_fit(n_layers=model.config.get_text_config().num_hidden_layers, n_experts=N, top_k=k)
@@ -115,7 +115,7 @@ def rule_for(variant: Variant, gate: Gate, model: PreTrainedModel, reading: Read
 
 def _scoring(gate: Gate) -> GateScoring:
     groups = {}
-    holders = [gate.module, gate.block]
+    holders = [gate.inner, gate.block]
     n_groups = _first(holders, "num_group", "n_group", "n_groups") or 1
     kept = _first(holders, "topk_group") or n_groups
     limited = _first(holders, "topk_method") in (None, "group_limited_greedy", "noaux_tc")
@@ -125,7 +125,7 @@ def _scoring(gate: Gate) -> GateScoring:
     return GateScoring(
         bias=_bias(gate),
         renormalise=False,
-        of=gate.spec.score_of(gate.module),
+        of=gate.score,
         bias_on_logits=gate.spec.bias_on == "logits",
         **groups,
     )
@@ -133,7 +133,7 @@ def _scoring(gate: Gate) -> GateScoring:
 
 def routes_by_token(gate: Gate) -> bool:
     """Whether a table of token ids decides the experts of a gate; rules leave such a layer as it is."""
-    return hasattr(gate.module, "tid2eid")
+    return hasattr(gate.inner, "tid2eid")
 
 
 def _first(holders: list[nn.Module], *names: str) -> Any:
@@ -142,7 +142,7 @@ def _first(holders: list[nn.Module], *names: str) -> Any:
 
 def _bias(gate: Gate) -> Tensor | None:
     """The selection bias of a gate, on itself, on its statistics or on its block."""
-    holders = [gate.module, getattr(gate.module, "moe_statics", gate.module), gate.block]
+    holders = [gate.inner, getattr(gate.inner, "moe_statics", gate.inner), gate.block]
     found = _first(holders, *_BIASES)
     return None if found is None else found.detach().float().flatten()
 
@@ -155,13 +155,15 @@ def _as_logits(gate: Gate, logits: Tensor) -> Tensor:
 def route(
     gate: Gate, rule: RoutingRule, reading: Reading, x: RouterInput, state: RouterState | None, progress: float
 ) -> tuple[Routing, Reading]:
-    """Apply a rule to the logits of a gate. Returns the routing, and what the gate returns in place of its own choice."""
+    """Apply a rule to the logits of a gate. Returns the routing, and the choice that replaces the gate's own."""
     B, T = x.h.shape[:2]
     logits = _as_logits(gate, reading.logits)
+    if rule.scoring.bias is not None:  # it may be updated while the model trains
+        rule = replace(rule, scoring=replace(rule.scoring, bias=_bias(gate)))
     routing = rule(logits.view(B, T, -1), x, state, progress)
     S = routing.S.flatten(0, 1)
     w = _scaled(gate, routing.w.flatten(0, 1), scores_at(gate, reading), reading)
-    factor = getattr(gate.module, "per_expert_scale", None)
+    factor = getattr(gate.inner, "per_expert_scale", None)
     if factor is not None:
         w = w * factor[S]
     w = w.to(reading.weights.dtype)
@@ -170,7 +172,7 @@ def route(
 
 def scores_at(gate: Gate, reading: Reading) -> Float[Tensor, "n k"]:
     """The scores of the experts that the gate chose itself."""
-    return scores(gate.spec.score_of(gate.module), reading.logits.detach()).gather(-1, reading.indices)
+    return scores(gate.score, reading.logits.detach()).gather(-1, reading.indices)
 
 
 def _scaled(gate: Gate, chosen: Tensor, before: Tensor, reading: Reading) -> Tensor:
@@ -190,13 +192,13 @@ def shared_score(gate: Gate, before: Tensor, total: Tensor) -> tuple[Tensor, Ten
     """Where shared experts are normalised together with the chosen ones: the scale, and the sum of their scores."""
     if gate.family != "inkling":
         return None
-    scale = gate.module.route_scale * gate.module.global_scale.detach()  # type: ignore[union-attr, operator]
+    scale = gate.inner.route_scale * gate.inner.global_scale.detach()  # type: ignore[union-attr, operator]
     return scale, scale * before.sum(-1, keepdim=True) / total - before.sum(-1, keepdim=True)
 
 
 def _normalises(gate: Gate) -> bool:
     """Whether combine weights are divided by their sum: the gate's own flag, or the table of families."""
-    flag = _first([gate.module, gate.block], "norm_topk_prob", "route_norm")
+    flag = _first([gate.inner, gate.block], "norm_topk_prob", "route_norm")
     return gate.spec.normalised if flag is None else bool(flag)
 
 

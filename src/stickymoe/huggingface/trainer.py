@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from stickymoe.errors import ConfigError
-from stickymoe.huggingface.attach import Attached, attach
+from stickymoe.huggingface.attached import Attached, attach
 from stickymoe.huggingface.inputs import NO_TARGET, Inputs
 from stickymoe.locality import metrics
 from stickymoe.locality.recorder import Recorder

@@ -6,13 +6,13 @@ A pair of tokens counts only if both are real and in the same document.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -197,15 +197,58 @@ def chunk_by_layer(trace: RoutingTrace, *, window: int) -> Float[Tensor, " L"]:
     Chunks count the real tokens of the document.
     """
     require(window >= 1, "window", window, "a whole number ≥ 1")
-    L, B, T, N = trace.g.shape
-    starts = trace.mask & (trace.positions % window == 0)
-    chunk = (starts.cumsum(1) - 1).clamp(min=0)  # [B, T]
     log_unused = trace.S.shape[-1] * (1 - trace.g).clamp(min=_SMALL).log()
-    log_unused = torch.where(trace.mask[..., None], log_unused, 0.0)
-    index = chunk[None, ..., None].expand(L, B, T, N)
-    used = 1 - torch.zeros_like(trace.g).scatter_add(2, index, log_unused).exp()  # no more chunks than tokens
-    n_chunks = torch.zeros_like(chunk).scatter_add(1, chunk, trace.mask.long()).gt(0).sum()
-    return used.mean(-1).sum((1, 2)) / n_chunks.clamp(min=1)
+    sums, sizes = _window_sums(trace, log_unused, window)
+    used = 1 - sums.exp()
+    return used.mean(-1).sum((1, 2)) / sizes.gt(0).sum().clamp(min=1)
+
+
+def _window_sums(
+    trace: RoutingTrace, x: Float[Tensor, "L B T n"], window: int
+) -> tuple[Float[Tensor, "L B T n"], Int[Tensor, "B T"]]:
+    """Sums of x over windows of W real tokens of a document, and the tokens of each; there are at most T windows."""
+    starts = trace.mask & (trace.positions % window == 0)
+    index = (starts.cumsum(1) - 1).clamp(min=0)  # [B, T]
+    real = torch.where(trace.mask[..., None], x, 0.0)
+    sums = torch.zeros_like(x).scatter_add(2, index[None, ..., None].expand(x.shape), real)
+    return sums, torch.zeros_like(index).scatter_add(1, index, trace.mask.long())
+
+
+def reuse_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
+    """−log mean_t (1/k)·Σ_{e ∈ S_t−1} g_t(e), over pairs (ReMoE)."""
+    k = trace.S.shape[-1]
+    kept = trace.g[:, :, 1:].gather(-1, trace.S[:, :, :-1]).sum(-1) / k
+    return -_pair_mean(trace, kept).clamp(min=_SMALL).log()
+
+
+def lagged_divergence_by_layer(trace: RoutingTrace, *, lags: Sequence[int] = (1, 2, 4, 8, 16)) -> Float[Tensor, " L"]:
+    """Mean over lags of KL(g_t ‖ g_t−lag) + KL(g_t−lag ‖ g_t), over tokens of the same document (ReMoE)."""
+    logs = trace.g.clamp(min=_SMALL).log()
+    position, total = trace.positions, trace.g.new_zeros(len(trace.g))
+    for lag in lags:
+        if lag >= trace.g.shape[2]:
+            continue
+        # Two tokens are in one document if their positions differ by the lag.
+        both = trace.mask[:, lag:] & trace.mask[:, :-lag] & (position[:, lag:] - position[:, :-lag] == lag)
+        step = ((trace.g[:, :, lag:] - trace.g[:, :, :-lag]) * (logs[:, :, lag:] - logs[:, :, :-lag])).sum(-1)
+        total = total + torch.where(both, step, 0.0).sum((1, 2)) / both.sum().clamp(min=1)
+    return total / len(lags)
+
+
+def windowed_entropy_by_layer(trace: RoutingTrace, *, window: int) -> Float[Tensor, " L"]:
+    """H(mean of g over a window of W tokens) in nats, mean over windows (ReMoE). Windows count real tokens."""
+    require(window >= 1, "window", window, "a whole number ≥ 1")
+    sums, sizes = _window_sums(trace, trace.g, window)
+    mean = sums / sizes[..., None].clamp(min=1)
+    H = -torch.special.xlogy(mean, mean.clamp(min=_SMALL)).sum(-1)
+    return H.sum((1, 2)) / sizes.gt(0).sum().clamp(min=1)
+
+
+def reference_divergence_by_layer(trace: RoutingTrace, reference: RoutingTrace) -> Float[Tensor, " L"]:
+    """KL(g_ref ‖ g), mean over real tokens; `reference` is the trace of a frozen model on the same tokens."""
+    p = reference.g.detach()
+    step = (torch.special.xlogy(p, p) - p * trace.g.clamp(min=_SMALL).log()).sum(-1)
+    return torch.where(trace.mask, step, 0.0).sum((1, 2)) / trace.mask.sum().clamp(min=1)
 
 
 def expected_misses_by_layer(trace: RoutingTrace, *, capacity: int) -> Float[Tensor, " L"]:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,14 +77,20 @@ class _Forward:
     step: Step | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Result:
-    """A finished forward pass."""
+    """A finished forward pass. The terms are computed when they are needed."""
 
     trace: RoutingTrace
     inputs: Inputs
-    loss: Tensor | None
-    objective: Objective | None
+    terms: tuple[Term, ...]
+    context: LossContext
+    progress: float
+    loss: Tensor | None = None
+
+    @cached_property
+    def objective(self) -> Objective:
+        return objective(self.trace, self.terms, self.context, self.progress)
 
 
 class Attached:
@@ -108,6 +115,7 @@ class Attached:
         self._checked: set[str] = set()
         self._local = threading.local()
         self._latest: _Result | None = None
+        self._latest_forward: _Forward | None = None
         self._handles: list[Any] = []
         self._add_hooks()
 
@@ -126,14 +134,12 @@ class Attached:
     @property
     def terms(self) -> dict[str, Tensor]:
         """The unweighted value of each term of the variant in the last forward pass, by its symbol."""
-        found = self._result().objective
-        return {} if found is None else {symbol: value.detach() for symbol, value in found.values.items()}
+        return {symbol: value.detach() for symbol, value in self._result().objective.values.items()}
 
     @property
     def total(self) -> Tensor:
         """The weighted sum of the terms of the last forward pass, with gradient."""
-        found = self._result().objective
-        return torch.zeros(()) if found is None else found.total
+        return self._result().objective.total
 
     @property
     def loss(self) -> Tensor:
@@ -236,19 +242,21 @@ class Attached:
         B, T = inputs.mask.shape
         logits = reading.logits.view(B, T, -1)
         x = RouterInput(logits.detach(), tokens=inputs.tokens, position=forward.position, doc=inputs.doc)
-        assert forward.memory is not None and forward.step is not None
+        assert forward.step is not None
         state = forward.step.states.get(gate.name)
         routing, changed = route(gate, rule, reading, x, state, self.progress if self.model.training else 1.0)
-        forward.readings[gate.name] = changed
+        written = (*gate.spec.write(gate.inner, changed), *shared_gammas(gate, reading, changed, output))
+        forward.readings[gate.name] = gate.read(written)
         forward.routed[gate.name] = routing
         forward.step.given[gate.name] = rule, logits.detach().float(), x
-        return (*gate.spec.write(gate.module, changed), *shared_gammas(gate, reading, changed, output))
+        return written
 
     def _outside(self, gate: Gate, output: Any) -> Any:
-        """A gate ran outside a forward pass of the model: a recomputation by gradient checkpointing, or a part alone."""
+        """A gate ran outside a forward pass: checkpointing recomputes it, or a part of the model was called."""
         if not self._has_rule or routes_by_token(gate):
             return output
-        last: _Forward | None = getattr(self._local, "last", None)
+        # On a GPU, autograd recomputes in a thread of its own.
+        last: _Forward | None = getattr(self._local, "last", None) or self._latest_forward
         if torch._C._current_graph_task_id() == -1:
             raise ConfigError(f"attach: {gate.name} ran outside a forward pass of the model; call the model itself.")
         reading = gate.read(output)
@@ -271,9 +279,8 @@ class Attached:
         trace = self._trace(forward)
         if forward.memory is not None:
             self._remember(forward, output)
-        found = objective(trace, self.terms_of_loss, self.context, self.progress) if self.terms_of_loss else None
-        loss, output = self._with_terms(forward.inputs, output, found)
-        result = _Result(trace, forward.inputs, loss, found)
+        result = _Result(trace, forward.inputs, self.terms_of_loss, self.context, self.progress)
+        output = self._with_terms(result, output)
         self._local.result = self._latest = result
         if self.on_trace is not None:
             self.on_trace(trace, forward.inputs)
@@ -293,7 +300,7 @@ class Attached:
         B, T = forward.inputs.mask.shape
         if len({(r.logits.shape, r.indices.shape) for r in readings}) > 1:
             raise ConfigError("attach: the layers have different numbers of experts, which is not supported.")
-        score, routed = gates[0].spec.score_of(gates[0].module), forward.routed
+        score, routed = gates[0].score, forward.routed
         if routed:
             own = {gate.name: _normalised(score, forward.readings[gate.name].logits) for gate in gates}
             g = torch.stack([routed[name].g if name in routed else g.view(B, T, -1) for name, g in own.items()])
@@ -306,29 +313,31 @@ class Attached:
             forward.inputs.mask,
             forward.inputs.doc,
             layers=[gate.layer for gate in gates],
-            n_null=gates[0].spec.n_null(gates[0].module),
+            n_null=gates[0].n_null,
         )
 
     def _remember(self, forward: _Forward, output: Any) -> None:
         """Put the states of the rules into the KV cache."""
         inputs, memory, step = forward.inputs, forward.memory, forward.step
-        assert memory is not None and step is not None
-        self._local.last = forward
+        assert memory is not None
+        assert step is not None
+        self._local.last = self._latest_forward = forward
         states: dict[str, RouterState] = {name: routing.state for name, routing in forward.routed.items()}
         past = inputs.past if inputs.past is not None else getattr(output, "past_key_values", None)
         memory.add(step, inputs.mask.shape[1], memory.seen + inputs.mask.sum(1).cpu(), states)
         remember(past, memory)
 
-    def _with_terms(self, inputs: Inputs, output: Any, found: Objective | None) -> tuple[Tensor | None, Any]:
-        """The loss of a forward pass and its output, both with the terms added if it has labels."""
-        loss = _loss_of(output) if inputs.labels is not None else None
-        if loss is None or found is None or not self.adds_terms:
-            return loss, output
-        loss = loss + (found.total * inputs.fraction).to(loss)
+    def _with_terms(self, result: _Result, output: Any) -> Any:
+        """Note the loss of a forward pass that has labels, and add the terms to it."""
+        loss = _loss_of(output) if result.inputs.labels is not None else None
+        result.loss = loss
+        if loss is None or not result.terms or not self.adds_terms:
+            return output
+        result.loss = loss + (result.objective.total * result.inputs.fraction).to(loss)
         if isinstance(output, tuple):
-            return loss, (loss, *output[1:])
-        output.loss = loss
-        return loss, output
+            return (result.loss, *output[1:])
+        output.loss = result.loss
+        return output
 
     def prompt_mask(self, mask: Tensor | None) -> None:
         """Remember the mask of a prompt while the model generates."""
