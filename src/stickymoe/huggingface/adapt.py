@@ -156,7 +156,8 @@ def adapt(
     resumes = _open_work(work, loaded.name, config)
     before = _measured_once(work / "before.json", loaded, held_out, slots)
     trained = _train(loaded, work, config, train_rows, resumes=resumes, quiet=quiet)
-    adapted = Loaded(loaded.name, trained.eval(), loaded.tokenizer)
+    trained.train(False)
+    adapted = Loaded(loaded.name, trained, loaded.tokenizer)
     after = measure_model(adapted, held_out, slots)
     _publish(adapted, work, out, {"before": before, "after": after}, config, slots)
     return {"before": before, "after": after}
@@ -236,7 +237,7 @@ def _train(
             f"Stopped at step {trainer.state.global_step} of {config.steps}, saved. Repeat the same command to resume."
         )
     if config.train == "lora":
-        return trainer.model.merge_and_unload()  # type: ignore[no-any-return, union-attr, operator]
+        return trainer.model.merge_and_unload()  # type: ignore[no-any-return]
     return loaded.model
 
 
@@ -278,6 +279,15 @@ class _AdaptTrainer(StickyTrainer):
 
     def _gate_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # Trainer reads the file as it is, in which experts have other names, and leaves out what does not match
+        # (huggingface/transformers#43701); `from_pretrained` renames them.
+        if self.settings.train == "lora":
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+        self.model.load_state_dict(saved.state_dict())
 
     @contextmanager
     def _attached_model(self) -> Iterator[Any]:

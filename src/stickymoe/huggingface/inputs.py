@@ -43,7 +43,7 @@ class Inputs:
         if like is None:
             raise ConfigError("attach: the forward pass got neither input_ids nor inputs_embeds; pass one of them.")
         shape = (like.shape[0], like.shape[1])
-        past = given.get("past_key_values")
+        past: Any = given.get("past_key_values")
         length = int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
         mask = _mask(given.get("attention_mask"), prompt_mask, shape, length, like.device)
         labels = given.get("labels")
@@ -72,7 +72,7 @@ def _mask(given: Any, prompt_mask: Tensor | None, shape: tuple[int, int], past: 
         given = prompt_mask
     if given is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
-    mask = given.to(device).bool()
+    mask: Tensor = given.to(device).bool()
     if len(mask) != B and B % len(mask) == 0:  # beams, or several answers to one prompt
         mask = mask.repeat_interleave(B // len(mask), dim=0)
     if mask.shape[1] < past + T:  # tokens after the prompt are real

@@ -150,5 +150,5 @@ def remember(past: Any, memory: RouterMemory) -> None:
     if past is None or not hasattr(past, "get_seq_length"):
         return
     if not isinstance(past, _Remembering):
-        past.__class__ = _remembering(type(past))
+        past.__class__ = _remembering(type(past))  # type: ignore[arg-type]
     past.router_memory = memory

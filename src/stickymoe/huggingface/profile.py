@@ -79,7 +79,7 @@ def _generated(
 
         attached.on_trace = keep
         with torch.no_grad():
-            attached.model.generate(
+            attached.model.generate(  # type: ignore[operator]
                 input_ids=ids,
                 attention_mask=mask.long(),
                 max_new_tokens=n_tokens,

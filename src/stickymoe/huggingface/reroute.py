@@ -19,7 +19,7 @@ from stickymoe.variants import variant as make_variant
 # Each rule with the name of its strength, and the strengths that are tried by default.
 RULES: dict[str, tuple[str, tuple[float, ...]]] = {
     "cache_prior": ("strength", (0.1, 0.2, 0.5, 1.0)),
-    "max_rank": ("depth", (3, 4, 6, 8)),
+    "max_rank": ("depth", (3.0, 4.0, 6.0, 8.0)),
     "tau_reroute": ("tau", (0.2, 0.4, 0.6, 0.8)),
     "drop_cold": ("share", (0.25, 0.5, 0.75, 1.0)),
 }

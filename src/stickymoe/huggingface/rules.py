@@ -114,7 +114,7 @@ def rule_for(variant: Variant, gate: Gate, model: PreTrainedModel, reading: Read
 
 
 def _scoring(gate: Gate) -> GateScoring:
-    groups = {}
+    groups: dict[str, Any] = {}
     holders = [gate.inner, gate.block]
     n_groups = _first(holders, "num_group", "n_group", "n_groups") or 1
     kept = _first(holders, "topk_group") or n_groups
@@ -192,7 +192,7 @@ def shared_score(gate: Gate, before: Tensor, total: Tensor) -> tuple[Tensor, Ten
     """Where shared experts are normalised together with the chosen ones: the scale, and the sum of their scores."""
     if gate.family != "inkling":
         return None
-    scale = gate.inner.route_scale * gate.inner.global_scale.detach()  # type: ignore[union-attr, operator]
+    scale = gate.inner.route_scale * gate.inner.global_scale.detach()  # type: ignore[operator]
     return scale, scale * before.sum(-1, keepdim=True) / total - before.sum(-1, keepdim=True)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl import SFTTrainer
+from trl import SFTTrainer  # type: ignore[attr-defined]
 
 from stickymoe.huggingface.trainer import StickyTrainerMixin
 
 
-class StickySFTTrainer(StickyTrainerMixin, SFTTrainer):  # type: ignore[misc]
+class StickySFTTrainer(StickyTrainerMixin, SFTTrainer):
     """TRL's SFTTrainer; the family's own load-balancing loss is off unless `router_aux_loss_coef` is set."""
+
+    args: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -51,12 +51,13 @@ def load_model(name: str, dtype: str = "auto") -> Loaded:
     try:
         config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):  # refuse an unsupported family before its weights are read
-            find_gates(AutoModelForCausalLM.from_config(config))
+            find_gates(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
     except (OSError, ValueError, KeyError, ImportError) as e:
         raise ConfigError(f"{name} cannot be loaded as a transformers model with tokenizer ({reason(e)}).") from e
-    return Loaded(folder.name if folder.exists() else name, model.eval(), tokenizer)
+    model.train(False)
+    return Loaded(folder.name if folder.exists() else name, model, tokenizer)
 
 
 def token_chunks(

@@ -48,6 +48,7 @@ class StickyTrainerMixin(_Base):
     """
 
     attached: Attached | None = None
+    model: Any
 
     def __init__(
         self, *args: Any, variant: Variant | str | None = None, cache_slots: Sequence[int] | None = None, **kwargs: Any
@@ -111,7 +112,7 @@ class StickyTrainerMixin(_Base):
             attached.progress = self.state.global_step / max(self.state.max_steps, 1) if model.training else 1.0
             context = self.loss_context(model, inputs)
             self._of_step = []
-            result = super().compute_loss(
+            result: Any = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
             )
             traces, self._of_step = self._of_step, []

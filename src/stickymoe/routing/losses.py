@@ -218,7 +218,7 @@ def reuse_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
     """−log mean_t (1/k)·Σ_{e ∈ S_t−1} g_t(e), over pairs (ReMoE)."""
     k = trace.S.shape[-1]
     kept = trace.g[:, :, 1:].gather(-1, trace.S[:, :, :-1]).sum(-1) / k
-    return -_pair_mean(trace, kept).clamp(min=_SMALL).log()
+    return _pair_mean(trace, kept).clamp(min=_SMALL).log().neg()
 
 
 def lagged_divergence_by_layer(trace: RoutingTrace, *, lags: Sequence[int] = (1, 2, 4, 8, 16)) -> Float[Tensor, " L"]:
@@ -240,7 +240,7 @@ def windowed_entropy_by_layer(trace: RoutingTrace, *, window: int) -> Float[Tens
     require(window >= 1, "window", window, "a whole number ≥ 1")
     sums, sizes = _window_sums(trace, trace.g, window)
     mean = sums / sizes[..., None].clamp(min=1)
-    H = -torch.special.xlogy(mean, mean.clamp(min=_SMALL)).sum(-1)
+    H: Tensor = torch.special.entr(mean).sum(-1)
     return H.sum((1, 2)) / sizes.gt(0).sum().clamp(min=1)
 
 

@@ -227,8 +227,10 @@ class Variant:
         return "-".join([self.name, *(f"{declared.name}{_text(value, '_')}" for declared, value in self.shown())])
 
 
-def _text(value: float | tuple[float, ...], comma: str) -> str:
+def _text(value: float | str | tuple[float, ...], comma: str) -> str:
     """A short text if it is exact: two different values never have the same text."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, tuple):
         return comma.join(_text(x, comma) for x in value) or "none"
     short = f"{value:g}"

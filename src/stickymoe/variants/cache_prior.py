@@ -16,7 +16,9 @@ class CachePriorVariant(Cached):
     """A bonus on the logits of resident experts, in units of their mean range; the first J are always kept."""
 
     name: ClassVar[str] = "cache_prior"
-    equation: ClassVar[str] = "S_t = top-J of z_t and top-(k−J) of z_t + λ·Δ̄·[resident];  Δ̄ = mean of max z − min z"
+    equation: ClassVar[str] = (
+        "S_t = top-J of z_t and top-(k−J) of z_t + λ·Δ̄·[resident];  Δ̄ = mean of max z − min z;  L = L_CE + μ·L_bal"
+    )
 
     strength: float = hyper(0.5, "λ", "bonus λ of resident experts, in mean ranges of the logits", WEIGHT)
     keep: int = hyper(1, "J", "experts J with the highest logits that are always chosen", COUNT_OR_NONE, always=False)

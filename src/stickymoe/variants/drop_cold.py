@@ -16,7 +16,7 @@ class DropColdVariant(Cached):
     """A chosen expert that is not resident is skipped if it weighs less than a fraction of an even split."""
 
     name: ClassVar[str] = "drop_cold"
-    equation: ClassVar[str] = "w_e = 0 if e is not resident and w_e < share·Σw/k;  Σw is kept;  the heaviest stays"
+    equation: ClassVar[str] = "w_e = 0 if e is not resident and w_e < share·Σw/k;  Σw is kept;  L = L_CE + μ·L_bal"
 
     share: float = hyper(0.5, "share", "fraction of an even split 1/k below which a miss is skipped", WEIGHT)
 

@@ -16,7 +16,9 @@ class MaxRankVariant(Cached):
     """The first J experts are always kept; the other slots go to residents among the first M, then to the rest."""
 
     name: ClassVar[str] = "max_rank"
-    equation: ClassVar[str] = "S_t = top-J of z_t and k−J residents inside top-M of z_t, then the rest in order"
+    equation: ClassVar[str] = (
+        "S_t = top-J of z_t and k−J residents inside top-M of z_t, then the rest in order;  L = L_CE + μ·L_bal"
+    )
 
     depth: int = hyper(4, "M", "experts M with the highest logits among which residents are preferred", COUNT)
     keep: int = hyper(1, "J", "experts J with the highest logits that are always chosen", COUNT_OR_NONE, always=False)

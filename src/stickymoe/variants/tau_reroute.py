@@ -16,7 +16,9 @@ class TauRerouteVariant(Cached):
     """A missing expert e gives its slot to the best resident with g ≥ (1−τ)·g_e; the first J are always kept."""
 
     name: ClassVar[str] = "tau_reroute"
-    equation: ClassVar[str] = "e ∈ top-k of z_t not resident → argmax g of {residents: g ≥ (1−τ)·g_e}, if there is one"
+    equation: ClassVar[str] = (
+        "e ∈ top-k of z_t not resident → argmax g of {residents: g ≥ (1−τ)·g_e};  L = L_CE + μ·L_bal"
+    )
 
     tau: float = hyper(0.5, "τ", "fraction τ of its score that a slot may lose", FRACTION)
     keep: int = hyper(0, "J", "experts J with the highest logits that are always chosen", COUNT_OR_NONE, always=False)

@@ -1,0 +1,55 @@
+"""Put perplexity, misses and answers of the models into README.md, from their records.
+
+python -m examples.smollm2.compare --take models/smollm2    copies */results.json to records/ first
+python -m examples.smollm2.compare                          the table again, from the committed records
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from examples.olmoe.compare import METRICS, table, take, with_tables
+from stickymoe.files import write_text
+
+HERE = Path(__file__).parent
+PROMPT = "What is HTML? Answer in one sentence."
+MOST_TOKENS = 8192  # of each split
+ORDER = ("upcycled", "vanilla", "soft")  # others follow by name
+
+
+def tables(records: Path) -> str:
+    """One row per model, then its answers to the prompt."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(records.glob("*.json"))]
+    if not found:
+        return "No records yet."
+    rank = {name: i for i, name in enumerate(ORDER)}
+    found.sort(key=lambda record: (rank.get(record["method"], len(ORDER)), record["method"], record["seed"]))
+    rows, answers = [], []
+    for record in found:
+        m, steps = record["metrics"]["test"], record.get("training", {}).get("steps")
+        name = f"{record['method']}, seed {record['seed']}"
+        steps = "–" if steps is None else str(steps)
+        numbers = [f"{m[key]:.{digits}f}" for _, key, digits in METRICS]
+        rows.append([name, steps, *numbers])
+        answers.append(f"- **{name}**: {' '.join(record['answer'].split())}")
+    about = f"First {MOST_TOKENS:,} tokens of the test split."
+    headings = ["model", "steps", *(heading for heading, _, _ in METRICS)]
+    return "\n\n".join([about, table(headings, rows), f"Greedy answers to “{PROMPT}”:", "\n".join(answers)])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write the tables of README.md.")
+    parser.add_argument("--take", type=Path, help="folder of models whose records are copied to records/ first")
+    a = parser.parse_args(argv)
+    if a.take is not None:
+        take(a.take, HERE / "records")
+    made = tables(HERE / "records")
+    page = HERE / "README.md"
+    write_text(page, with_tables(page.read_text(encoding="utf-8"), made))
+    print(made)
+
+
+if __name__ == "__main__":
+    main()
