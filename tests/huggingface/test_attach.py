@@ -212,7 +212,9 @@ def test_without_labels_there_is_a_trace_but_no_loss(model: PreTrainedModel) -> 
         with pytest.raises(StickyError, match=r"no labels.*pass labels") as error:
             _ = attached.loss
         assert "\n" not in str(error.value)
-        torch.testing.assert_close(attached.loss if model(**inputs, labels=labels) else None, model(**inputs, labels=labels).loss)
+        torch.testing.assert_close(
+            attached.loss if model(**inputs, labels=labels) else None, model(**inputs, labels=labels).loss
+        )
 
 
 def test_warm_up_follows_progress(model: PreTrainedModel) -> None:
@@ -252,7 +254,9 @@ def test_checkpointing_gives_the_same_gradients(family: str) -> None:
         found = gradients(model, loss)
     assert_same_gradients(found, expected)
     bare = gradients(model, model(**inputs, use_cache=False).loss)
-    assert any((bare[name] - found[name]).abs().max() > 1e-4 for name in bare if "gate.weight" in name or "router" in name)
+    assert any(
+        (bare[name] - found[name]).abs().max() > 1e-4 for name in bare if "gate.weight" in name or "router" in name
+    )
 
 
 def test_reentrant_checkpointing_is_refused(model: PreTrainedModel) -> None:
@@ -377,7 +381,7 @@ def test_compiled_after_attaching() -> None:
     bare = model(**inputs).loss.detach()
     expected = bare + terms_by_hand(trace_by_hand(model, input_ids=inputs["input_ids"])).detach()
     with stickymoe.attach(model, soft()) as attached:
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, backend="eager")
         for _ in range(2):
             loss = compiled(**inputs).loss
             torch.testing.assert_close(loss.detach(), expected)
@@ -425,6 +429,35 @@ def test_generation_with_left_padding(model: PreTrainedModel, how: str, given: s
         assert torch.equal(trace.mask, rows), i
     alone = trace_by_hand(model, input_ids=ids[1:, 3:])
     torch.testing.assert_close(traces[0].g[:, copies, 3:9], alone.g[:, 0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_the_padding_token_of_a_call_counts(model: PreTrainedModel, cache: str) -> None:
+    """A mask is inferred from padding tokens, which the call may name where the model does not."""
+    ids, mask = (padded("left")[name] for name in ("input_ids", "attention_mask"))
+    model.generation_config.pad_token_id = None
+    settings = {"max_new_tokens": 2, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    masks = []
+    with stickymoe.attach(model) as attached:
+        attached.on_trace = lambda trace, inputs: masks.append(trace.mask)
+        model.generate(ids, pad_token_id=0, **settings)
+        config = copy.deepcopy(model.generation_config)
+        config.update(pad_token_id=0)
+        model.generate(ids, config, **settings)
+    for found in masks[::2]:
+        assert torch.equal(found, mask.bool())
+    for found in masks[1::2]:
+        assert found.all()
+
+
+def test_the_models_own_balance_loss_stays(model: PreTrainedModel) -> None:
+    inputs = batch(model)
+    bare = copy.deepcopy(model)(**inputs, output_router_logits=True)
+    with stickymoe.attach(model, soft()) as attached:
+        out = model(**inputs, output_router_logits=True)
+        assert len(out.router_logits) == 3
+        torch.testing.assert_close(out.aux_loss, bare.aux_loss)
+        torch.testing.assert_close(out.loss, bare.loss + terms_by_hand(attached.trace))
 
 
 def test_generation_forgets_the_mask_of_its_prompt(model: PreTrainedModel) -> None:
@@ -503,7 +536,10 @@ def test_adapters_with_a_rule(family: str, adapter: str) -> None:
 
 def test_two_threads_share_a_model(model: PreTrainedModel) -> None:
     batches = [batch(model, 2, 6), batch(model, 3, 8)]
-    expected = [model(**inputs).loss.detach() + terms_by_hand(trace_by_hand(model, input_ids=inputs["input_ids"])).detach() for inputs in batches]
+    expected = [
+        model(**inputs).loss.detach() + terms_by_hand(trace_by_hand(model, input_ids=inputs["input_ids"])).detach()
+        for inputs in batches
+    ]
     together = threading.Barrier(2)
     found: list[list[Any]] = [[], []]
 
@@ -666,7 +702,10 @@ def test_a_gate_that_contradicts_its_family_is_refused(model: PreTrainedModel) -
         return logits, w / w.sum(-1, keepdim=True), indices
 
     gate.forward = spoil
-    with stickymoe.attach(model, soft()), pytest.raises(StickyError, match="mixtral scores experts by softmax") as error:
+    with (
+        stickymoe.attach(model, soft()),
+        pytest.raises(StickyError, match="mixtral scores experts by softmax") as error,
+    ):
         model(**batch(model))
     one_line(error)
 

@@ -94,7 +94,9 @@ def test_a_trainer_on_two_processes_weighs_terms_by_labels(tmp_path: Path) -> No
     ids = tokens()
     labels = ids.clone()
     labels[0, :5], labels[2, :7], labels[3, 4:] = -100, -100, -100
-    data = Dataset.from_list([{"input_ids": x.tolist(), "labels": y.tolist()} for x, y in zip(ids, labels, strict=True)])
+    data = Dataset.from_list(
+        [{"input_ids": x.tolist(), "labels": y.tolist()} for x, y in zip(ids, labels, strict=True)]
+    )
 
     def work(rank: int) -> Any:
         AcceleratorState._reset_state(reset_partial_state=True)

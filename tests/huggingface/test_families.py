@@ -202,7 +202,7 @@ def test_decoding_with_a_rule_equals_the_whole_sequence(family: str) -> None:
     everything = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     bare = _output(model, everything)
     parts: list[RoutingTrace] = []
-    with stickymoe.attach(model, "hysteresis", bonus=1.0) as attached:
+    with stickymoe.attach(model, "hysteresis", bonus=0.3) as attached:
         whole = _output(model, everything)
         trace = attached.trace
         attached.on_trace = lambda trace, inputs: parts.append(trace)
@@ -221,4 +221,5 @@ def test_decoding_with_a_rule_equals_the_whole_sequence(family: str) -> None:
     assert torch.equal(torch.cat([part.S for part in parts], 2), trace.S[:, :, :8])
     torch.testing.assert_close(torch.cat([part.w for part in parts], 2), trace.w[:, :, :8], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(torch.stack(generated.logits, 1), whole[:, 3:8], atol=1e-4, rtol=1e-3)
-    assert (whole - bare).abs().max() > 1e-3  # the rule did something
+    assert (whole - bare).abs().max() > 1e-3  # the rule did something,
+    assert (trace.S[-1, :, 1:] != trace.S[-1, :, :-1]).any()  # and not everything

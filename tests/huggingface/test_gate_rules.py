@@ -119,7 +119,9 @@ def test_rules_reach_the_experts(model: PreTrainedModel, rule: stickymoe.variant
     torch.testing.assert_close(seen["y"].view_as(y), y, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "gemma4", "inkling", "longcat_flash", "zaya", "deepseek_v4"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "gpt_oss", "gemma4", "inkling", "longcat_flash", "zaya", "deepseek_v4"]
+)
 def test_all_rules_on_other_families_decode_as_they_prefill(family: str) -> None:
     model = tiny(family)
     ids = tokens(2, 10)
@@ -258,28 +260,32 @@ def test_samples_equal_those_without_a_cache(model: PreTrainedModel, rule: stick
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "gemma4"])
 @pytest.mark.parametrize("cut", [3, 8, 9, 11])
-def test_a_cropped_cache_continues_as_if_it_had_never_been_longer(
-    model: PreTrainedModel, rule: stickymoe.variants.Variant, cut: int
-) -> None:
+@torch.no_grad()
+def test_a_cropped_cache_continues_as_if_it_had_never_been_longer(family: str, cut: int) -> None:
+    model = tiny(family)
     ids, other = tokens(2, 12), tokens(2, 6, seed=9)
     sequence = torch.cat([ids[:, :cut], other], 1)
-    with stickymoe.attach(model, rule) as attached, torch.no_grad():
-        expected = model(input_ids=sequence).logits
-        whole = attached.trace
-        past = DynamicCache(config=model.config)
-        for part in ids.split((6, 1, 1, 4), dim=1):
-            model(input_ids=part, past_key_values=past)
-        past.crop(cut - 12)
-        outs, S = [], []
-        for part in other.split((2, 1, 3), dim=1):
-            outs.append(model(input_ids=part, past_key_values=past).logits)
-            S.append(attached.trace.S)
-    torch.testing.assert_close(torch.cat(outs, 1), expected[:, cut:], atol=1e-4, rtol=1e-4)
-    assert torch.equal(torch.cat(S, 2).sort(-1).values, whole.S[:, :, cut:].sort(-1).values)
+    for name, settings in RULES.items():
+        with stickymoe.attach(model, name, **settings) as attached:
+            expected = model(input_ids=sequence).logits
+            whole = attached.trace
+            past = DynamicCache(config=model.config)
+            for part in ids.split((6, 1, 1, 4), dim=1):
+                model(input_ids=part, past_key_values=past)
+            past.crop(cut - 12)
+            outs, S = [], []
+            for part in other.split((2, 1, 3), dim=1):
+                outs.append(model(input_ids=part, past_key_values=past).logits)
+                S.append(attached.trace.S)
+        assert torch.equal(torch.cat(S, 2).sort(-1).values, whole.S[:, :, cut:].sort(-1).values), name
+        torch.testing.assert_close(torch.cat(outs, 1), expected[:, cut:], atol=1e-4, rtol=1e-4)
 
 
-def test_cropping_twice_with_padding(model: PreTrainedModel, rule: stickymoe.variants.Variant) -> None:
+@pytest.mark.parametrize("cut", [2, 5])
+def test_cropping_with_padding(model: PreTrainedModel, rule: stickymoe.variants.Variant, cut: int) -> None:
+    """Two tokens are all padding in the second row."""
     ids = tokens(2, 12)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
@@ -289,13 +295,47 @@ def test_cropping_twice_with_padding(model: PreTrainedModel, rule: stickymoe.var
         past = DynamicCache(config=model.config)
         model(input_ids=ids[:, :10], attention_mask=mask[:, :10], past_key_values=past)
         past.crop(-2)
-        past.crop(-3)
-        model(input_ids=ids[:, 5:6], attention_mask=mask[:, :6], past_key_values=past)
-        model(input_ids=ids[:, 6:9], attention_mask=mask[:, :9], past_key_values=past)
+        past.crop(cut - 8)
+        model(input_ids=ids[:, cut : cut + 1], attention_mask=mask[:, : cut + 1], past_key_values=past)
+        model(input_ids=ids[:, cut + 1 : 9], attention_mask=mask[:, :9], past_key_values=past)
         past.crop(-2)
         model(input_ids=ids[:, 7:], attention_mask=mask, past_key_values=past)
         assert torch.equal(attached.trace.S.sort(-1).values, whole.S[:, :, 7:].sort(-1).values)
         torch.testing.assert_close(attached.trace.w, whole.w[:, :, 7:], atol=1e-5, rtol=1e-4)
+
+
+def test_cropping_further_than_is_remembered_is_refused(model: PreTrainedModel) -> None:
+    ids = tokens(1, 75)
+    with stickymoe.attach(model, "smooth", decay=0.9), torch.no_grad():
+        past = DynamicCache(config=tiny("mixtral", sliding_window=None).config)
+        for t in range(75):
+            model(input_ids=ids[:, t : t + 1], past_key_values=past)
+        past.crop(-74)
+        with pytest.raises(StickyError, match="the KV cache holds 1 tokens"):
+            model(input_ids=ids[:, 1:2], past_key_values=past)
+
+
+def test_right_padding_inside_a_conversation(model: PreTrainedModel, rule: stickymoe.variants.Variant) -> None:
+    """The short row of a batch is padded on the right, and continued after the padding."""
+    ids = tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 5:7] = 0
+    alone_ids = ids[1:][:, mask[1].bool()]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with stickymoe.attach(model, rule) as attached, torch.no_grad():
+        model(input_ids=alone_ids)
+        alone = attached.trace
+        past, S = DynamicCache(config=model.config), []
+        for start, end in ((0, 7), (7, 8), (8, 12)):
+            model(
+                input_ids=ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=past,
+            )
+            S.append(attached.trace.S)
+    found = torch.cat(S, 2)[:, 1, mask[1].bool()]
+    assert torch.equal(found.sort(-1).values, alone.S[:, 0].sort(-1).values)
 
 
 def test_assisted_generation_equals_greedy(model: PreTrainedModel, rule: stickymoe.variants.Variant) -> None:
@@ -533,3 +573,55 @@ def test_cache_rules_raise_the_hit_rate(model: PreTrainedModel) -> None:
         with stickymoe.attach(model, name, **RULES[name]) as attached:
             model(input_ids=ids)
             assert cache_hit_rate_all(attached.trace.table(), 3) > before + 0.05, name
+
+
+# Generation in its other forms
+
+
+def generated(model: PreTrainedModel, ids: Tensor, n: int, **settings: Any) -> Tensor:
+    settings = {"attention_mask": torch.ones_like(ids), **settings}
+    return model.generate(ids, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0, **settings)
+
+
+def test_prompts_in_chunks_and_as_embeddings(model: PreTrainedModel, rule: stickymoe.variants.Variant) -> None:
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    with stickymoe.attach(model, rule):
+        expected = generated(model, ids, 6, attention_mask=mask)
+        assert torch.equal(generated(model, ids, 6, attention_mask=mask, prefill_chunk_size=4), expected)
+        embeds = model.get_input_embeddings()(ids)
+        found = model.generate(
+            inputs_embeds=embeds,
+            attention_mask=mask,
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert torch.equal(found, expected[:, 9:])
+
+
+def test_generation_continues_with_a_cache(model: PreTrainedModel, rule: stickymoe.variants.Variant) -> None:
+    ids = tokens(2, 9)
+    with stickymoe.attach(model, rule):
+        expected = generated(model, ids, 8)
+        past = DynamicCache(config=model.config)
+        half = generated(model, ids, 4, past_key_values=past)
+        assert torch.equal(generated(model, half, 4, past_key_values=past), expected)
+        past.reset()
+        past = DynamicCache(config=model.config)
+        assert torch.equal(generated(model, ids, 8, past_key_values=past), expected)
+
+
+def test_training_after_inference_mode(rule: stickymoe.variants.Variant) -> None:
+    model = tiny("deepseek_v3")
+    inputs = batch(model)
+    with stickymoe.attach(model, rule):
+        expected = gradients(model, model(**inputs).loss)
+    with stickymoe.attach(model, rule):
+        with torch.inference_mode():
+            generated(model, inputs["input_ids"], 3)
+        found = gradients(model, model(**inputs).loss)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
