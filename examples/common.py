@@ -65,7 +65,9 @@ def train(
     optimiser: torch.optim.Optimizer,
 ) -> Trainer | None:
     """Train to the last step, from the last checkpoint if there is one; None after Ctrl-C, which saves and stops."""
-    trainer = _Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimiser, None), variant=variant)
+    trainer = StickyTrainer(
+        model=model, args=arguments, train_dataset=rows, optimizers=(optimiser, None), variant=variant
+    )
     with stop_request() as stop:
         trainer.add_callback(_SaveAndStop(stop))
         trainer.train(resume_from_checkpoint=last_checkpoint(Path(arguments.output_dir)))
@@ -79,14 +81,6 @@ def last_checkpoint(folder: Path) -> str | None:
     """The newest complete checkpoint: Trainer writes `trainer_state.json` last."""
     complete = [state.parent for state in folder.glob("checkpoint-*/trainer_state.json")]
     return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
-
-
-class _Trainer(StickyTrainer):
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        # Trainer loads the file as it is, in which experts have other names, and leaves out what does not match: the
-        # experts and gates would start again (huggingface/transformers#43701).
-        saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
-        self.model.load_state_dict(saved.state_dict())
 
 
 class _SaveAndStop(TrainerCallback):

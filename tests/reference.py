@@ -213,6 +213,94 @@ def chunk_loss(g, k, mask, doc, window):
     return total / (L * len(chunks))
 
 
+def reuse_loss(g, S, mask, doc):
+    """ReMoE: −log of the mean over pairs of the mean gate of the previous token's experts; mean over layers."""
+    L, k = len(g), len(S[0][0][0])
+    pairs = [(b, t) for b, t in real_tokens(mask) if is_pair(mask, doc, b, t)]
+    total = 0.0
+    for l in range(L):
+        kept = sum(sum(g[l][b][t][e] for e in S[l][b][t - 1]) / k for b, t in pairs) / max(len(pairs), 1)
+        total = total - logarithm(kept)
+    return total / L
+
+
+def lagged_divergence(g, mask, doc, lags):
+    """ReMoE: symmetric KL between gates that are `lag` real tokens apart, mean over tokens, lags and layers."""
+    L, total = len(g), 0.0
+    for l in range(L):
+        for lag in lags:
+            pairs = [
+                (b, t)
+                for b, t in real_tokens(mask)
+                if t >= lag
+                and mask[b][t - lag]
+                and document_start(doc, b, t) == document_start(doc, b, t - lag)
+                and position(mask, doc, b, t) - position(mask, doc, b, t - lag) == lag
+            ]
+            for b, t in pairs:
+                p, q = g[l][b][t], g[l][b][t - lag]
+                cost = sum((x - y) * (logarithm(x) - logarithm(y)) for x, y in zip(p, q, strict=True))
+                total = total + cost / len(pairs)
+    return total / (L * len(lags))
+
+
+def windowed_entropy(g, mask, doc, window):
+    """ReMoE: entropy in nats of the mean gate over W real tokens of a document, mean over windows and layers."""
+    L, N = len(g), len(g[0][0][0])
+    windows = {}
+    for b, t in real_tokens(mask):
+        start = document_start(doc, b, t)
+        windows.setdefault((b, start, position(mask, doc, b, t) // window), []).append(t)
+    total = 0.0
+    for l in range(L):
+        for (b, _, _), tokens in windows.items():
+            means = [sum(g[l][b][t][i] for t in tokens) / len(tokens) for i in range(N)]
+            total = total - sum(m * logarithm(m) for m in means)
+    return total / max(L * len(windows), 1)
+
+
+def reference_divergence(g, fixed, mask):
+    """KL(fixed ‖ g), mean over real tokens and layers."""
+    tokens, total = list(real_tokens(mask)), 0.0
+    for l in range(len(g)):
+        for b, t in tokens:
+            pairs = zip(g[l][b][t], fixed[l][b][t], strict=True)
+            total = total + sum(q * (logarithm(q) - logarithm(p)) for p, q in pairs)
+    return total / max(len(g) * len(tokens), 1)
+
+
+def cache_aware(logits, g, k, capacity, kept, method, strength, doc=None):
+    """Prefer the residents of an LRU cache; the `kept` best are always chosen. One sequence, in plain loops."""
+    T, N = len(logits), len(logits[0])
+    chosen, cache, ranges = [], [], []
+    for t in range(T):
+        if starts(T, doc)[t]:
+            cache, ranges = [], []
+        z = logits[t]
+        ranges.append(max(z) - min(z))
+        bonus = strength * sum(ranges) / len(ranges)
+        order = sorted(range(N), key=lambda e: (-z[e], e))
+        S = []
+        for slot in range(k):
+            left = [e for e in order if e not in S]
+            e = left[0]
+            if slot >= kept:
+                if method == "prior":
+                    e = min(left, key=lambda i: (-(z[i] + (bonus if i in cache else 0.0)), i))
+                elif e not in cache:
+                    others = [i for i in left if i in cache]
+                    if method == "rank":
+                        others = [i for i in others if order.index(i) < strength]
+                    else:
+                        others = [i for i in others if g[t][i] >= (1 - strength) * g[t][e]]
+                    e = others[0] if others else e
+            S.append(e)
+        S.sort(key=lambda i: -g[t][i])
+        lru_request(cache, S, capacity)
+        chosen.append(S)
+    return chosen
+
+
 def expected_misses(g, k, mask, doc, capacity):
     """A soft cache: a = u(1−m), m ← m + a − e, e ∝ m(1−u) for what exceeds the capacity; Σ a per real token."""
     L, B, T, N = len(g), len(mask), len(mask[0]), len(g[0][0][0])

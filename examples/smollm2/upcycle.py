@@ -87,11 +87,16 @@ def upcycle(
     n_experts: int = 8,
     top_k: int = 2,
     noise: float = 0.0,
-    gate_std: float = 0.02,
+    spread: float = 1.0,
     layers: int | None = None,
     seed: int = 0,
 ) -> MixtralForCausalLM:
-    """The Mixtral whose experts are copies of `dense`'s FFNs and whose gates are random; `layers` keeps the first."""
+    """The Mixtral whose experts are copies of `dense`'s FFNs and whose gates are random; `layers` keeps the first.
+
+    `spread` is the deviation of the router logits. With gates near 0 all probabilities are equal, and a locality loss
+    has nothing to reduce. The input of a gate is a normalised vector times the weights of the norm before it.
+    """
+    c = dense.config
     generator = torch.Generator().manual_seed(seed)
     model = MixtralForCausalLM(mixtral_config(dense, n_experts, top_k, layers))
     weights: dict[str, Tensor] = {}
@@ -105,8 +110,8 @@ def upcycle(
     for block, ffn in ffns.items():
         if f"{block}gate.weight" in kept:
             weights |= {block + name: w for name, w in experts_of(ffn, n_experts, noise, generator).items()}
-            gate = torch.randn(n_experts, dense.config.hidden_size, generator=generator)
-            weights[f"{block}gate.weight"] = gate_std * gate
+            norm = weights[block.replace("mlp", "post_attention_layernorm") + "weight"].norm()
+            weights[f"{block}gate.weight"] = spread / norm * torch.randn(n_experts, c.hidden_size, generator=generator)
     model.load_state_dict({name: weight for name, weight in weights.items() if name in kept})
     model.generation_config = dense.generation_config
     return model.eval()
@@ -118,11 +123,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top_k", type=int, default=2)
     parser.add_argument("--noise", type=float, default=0.0, help="noise on the copies, relative to their deviation")
+    parser.add_argument("--spread", type=float, default=1.0, help="deviation of the router logits at the start")
     parser.add_argument("--layers", type=int, help="keep the first layers only, for a quick try")
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args(argv)
     dense, tokenizer = smollm2()
-    model = upcycle(dense, n_experts=a.experts, top_k=a.top_k, noise=a.noise, layers=a.layers, seed=a.seed)
+    settings = {"noise": a.noise, "spread": a.spread, "layers": a.layers, "seed": a.seed}
+    model = upcycle(dense, n_experts=a.experts, top_k=a.top_k, **settings)
     model.save_pretrained(a.out)
     tokenizer.save_pretrained(a.out)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

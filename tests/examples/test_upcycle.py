@@ -86,6 +86,20 @@ def test_noise_is_relative_to_the_weights(dense):
     assert off.item() == pytest.approx(0.5, rel=0.05)
 
 
+def test_router_logits_have_the_given_spread(dense):
+    """Over many gates, for a dense norm with any weights."""
+    tokens = torch.randint(3, 97, (4, 32), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        dense.model.layers[1].post_attention_layernorm.weight.copy_(torch.linspace(0.1, 2, 48))
+    model, seen = upcycle(dense, n_experts=64, spread=0.5), []
+    handle = model.model.layers[1].mlp.gate.register_forward_hook(lambda m, args, out: seen.append(out[0].detach()))
+    model(tokens)
+    handle.remove()
+    with torch.no_grad():
+        dense.model.layers[1].post_attention_layernorm.weight.fill_(1.0)
+    assert seen[0].std().item() == pytest.approx(0.5, rel=0.2)
+
+
 def test_more_layers_than_there_are_is_refused(dense):
     with pytest.raises(ValueError, match="1 … 3 layers, got 4"):
         upcycle(dense, layers=4)

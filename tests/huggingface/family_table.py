@@ -1,6 +1,6 @@
 """The table of families in docs/huggingface.md, made by running a tiny model of every family.
 
-    python tests/huggingface/family_table.py    # writes it
+python tests/huggingface/family_table.py    # writes it
 """
 
 from __future__ import annotations

@@ -56,6 +56,22 @@ LOSSES = {
         lambda trace, n: losses.chunk_by_layer(trace, window=n).mean(),
         lambda trace, n: reference.chunk_loss(trace.g, trace.S.shape[-1], trace.mask, trace.doc, n),
     ),
+    "reuse": (
+        lambda trace, n: losses.reuse_by_layer(trace).mean(),
+        lambda trace, n: reference.reuse_loss(trace.g, trace.S.tolist(), trace.mask, trace.doc),
+    ),
+    "lagged divergence": (
+        lambda trace, n: losses.lagged_divergence_by_layer(trace, lags=(1, n)).mean(),
+        lambda trace, n: reference.lagged_divergence(trace.g, trace.mask, trace.doc, (1, n)),
+    ),
+    "windowed entropy": (
+        lambda trace, n: losses.windowed_entropy_by_layer(trace, window=n).mean(),
+        lambda trace, n: reference.windowed_entropy(trace.g, trace.mask, trace.doc, n),
+    ),
+    "reference divergence": (
+        lambda trace, n: losses.reference_divergence_by_layer(trace, replace(trace, g=trace.g.roll(n, -1))).mean(),
+        lambda trace, n: reference.reference_divergence(trace.g, trace.g.detach().roll(n, -1), trace.mask),
+    ),
     "expected misses": (
         lambda trace, n: losses.expected_misses_by_layer(trace, capacity=trace.S.shape[-1] + n - 1).mean(),
         lambda trace, n: reference.expected_misses(

@@ -280,15 +280,6 @@ class _AdaptTrainer(StickyTrainer):
     def _gate_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # Trainer reads the file as it is, in which experts have other names, and leaves out what does not match
-        # (huggingface/transformers#43701); `from_pretrained` renames them.
-        if self.settings.train == "lora":
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
-        self.model.load_state_dict(saved.state_dict())
-
     @contextmanager
     def _attached_model(self) -> Iterator[Any]:
         with super()._attached_model() as attached:

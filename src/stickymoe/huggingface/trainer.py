@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from stickymoe.errors import ConfigError
 from stickymoe.huggingface.attached import Attached, attach
@@ -80,6 +80,16 @@ class StickyTrainerMixin(_Base):
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         with self._attached_model():
             return super().predict(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # Trainer reads the file as it is, in which experts have other names, and leaves out what does not match
+        # (huggingface/transformers#43701): experts would start again. `from_pretrained` renames them.
+        plain = isinstance(self.model, PreTrainedModel) and model is None
+        if not plain or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+        self.model.load_state_dict(saved.state_dict())
 
     @contextlib.contextmanager
     def _attached_model(self) -> Iterator[Attached]:
