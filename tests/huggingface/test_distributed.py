@@ -89,8 +89,12 @@ def test_losses_and_gradients_equal_those_of_one_process(tmp_path: Path, how: st
             torch.testing.assert_close(rank["loss"] - rank["bare"], 3.0 * rank["terms"]["cons"], atol=1e-5, rtol=0)
 
 
-def test_a_trainer_on_two_processes_weighs_terms_by_labels(tmp_path: Path) -> None:
-    """Two processes of two rows each; some rows have fewer labels than others."""
+@pytest.mark.parametrize("across", [True, False])
+def test_a_trainer_on_two_processes_weighs_terms_by_labels(tmp_path: Path, across: bool) -> None:
+    """Two processes of two rows each; some rows have fewer labels than others.
+
+    Rows count by their labels among those of all processes, or among those of their own.
+    """
     ids = tokens()
     labels = ids.clone()
     labels[0, :5], labels[2, :7], labels[3, 4:] = -100, -100, -100
@@ -119,6 +123,7 @@ def test_a_trainer_on_two_processes_weighs_terms_by_labels(tmp_path: Path) -> No
             disable_tqdm=True,
             per_device_train_batch_size=1,
             gradient_accumulation_steps=2,
+            average_tokens_across_devices=across,
             max_steps=1,
         )
         assert args.world_size == 2
@@ -129,15 +134,16 @@ def test_a_trainer_on_two_processes_weighs_terms_by_labels(tmp_path: Path) -> No
 
     found = in_two_processes(work, tmp_path, joined=False)
     model = tiny("mixtral").train()
-    batches = [batch for rank in found for batch in rank["seen"]]
-    assert sorted(x.flatten().tolist() for x, _ in batches) == sorted(ids.tolist())
-    total = sum(int((y[:, 1:] != -100).sum()) for _, y in batches)
+    counts = [[int((y[:, 1:] != -100).sum()) for _, y in rank["seen"]] for rank in found]
+    assert sorted(x.flatten().tolist() for rank in found for x, _ in rank["seen"]) == sorted(ids.tolist())
     loss: Any = 0.0
-    for x, y in batches:
-        out = model(input_ids=x, labels=y, output_router_logits=True)
-        trace = RoutingTrace.from_logits(torch.stack(out.router_logits).view(3, *x.shape, -1), 2)
-        ce = out.loss - model.router_aux_loss_coef * out.aux_loss
-        loss = loss + (ce + 3.0 * stickymoe.consistency_loss(trace)) * int((y[:, 1:] != -100).sum()) / total
+    for rank, own in zip(found, counts, strict=True):
+        for (x, y), n in zip(rank["seen"], own, strict=True):
+            out = model(input_ids=x, labels=y, output_router_logits=True)
+            trace = RoutingTrace.from_logits(torch.stack(out.router_logits).view(3, *x.shape, -1), 2)
+            ce = out.loss - model.router_aux_loss_coef * out.aux_loss
+            share = n / sum(map(sum, counts)) if across else n / sum(own) / 2
+            loss = loss + share * (ce + 3.0 * stickymoe.consistency_loss(trace))
     loss.backward()
     for rank in found:
         for name, p in model.named_parameters():

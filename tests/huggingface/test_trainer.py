@@ -250,9 +250,10 @@ def test_dense_models_and_model_init_are_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_saving_and_resuming(tmp_path: Path) -> None:
-    """On GPT-OSS: transformers' Trainer itself does not resume models whose experts are saved one by one."""
-    model = tiny("gpt_oss").train()
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_saving_and_resuming(family: str, tmp_path: Path) -> None:
+    """Checkpoints hold the experts of Mixtral and DeepSeek one by one, and those of GPT-OSS stacked."""
+    model = tiny(family).train()
     ids = rows()
     start = copy.deepcopy(model)
     args = arguments(tmp_path / "a", max_steps=4, save_strategy="steps", save_steps=2)
