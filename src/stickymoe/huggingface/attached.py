@@ -28,6 +28,8 @@ from stickymoe.huggingface.gates import Gate, find_gates, find_model
 from stickymoe.huggingface.inputs import Inputs
 from stickymoe.huggingface.memory import RouterMemory, Step, memory_of, remember
 from stickymoe.huggingface.rules import (
+    as_logits,
+    current,
     replaces_rule,
     require_attachable,
     route,
@@ -76,14 +78,12 @@ class _Forward:
     routed: dict[str, Routing] = field(default_factory=dict)
     step: Step | None = None
 
-    def is_repeated(self, name: str, reading: Reading) -> bool:
+    def is_repeated(self, name: str, logits: Tensor) -> bool:
         """Whether a gate got the same logits in this forward pass."""
         if self.step is None or name not in self.step.given:
             return False
         before = self.step.given[name][1].flatten(0, 1)
-        return before.shape == reading.logits.shape and torch.allclose(
-            before, reading.logits.detach().float(), rtol=1e-2, atol=1e-3
-        )
+        return before.shape == logits.shape and torch.allclose(before, logits, rtol=1e-2, atol=1e-3)
 
 
 @dataclass
@@ -205,15 +205,18 @@ class Attached:
     # Hooks
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if getattr(module, "_is_replica", False):
+            raise ConfigError("attach: nn.DataParallel is not supported; use DistributedDataParallel.")
         if module is not self.model:
             return
         inputs = Inputs.of(self.model, args, kwargs, getattr(self._local, "prompt_mask", None))
         forward = _Forward(inputs, torch.is_grad_enabled(), None)
         if self._has_rule:
             forward.memory = memory_of(inputs.past, inputs.past_length, len(inputs.mask))
+            forward.memory.require_continued(inputs.mask.cpu())
             before = forward.memory.seen.to(inputs.mask.device)[:, None]
             forward.position = token_positions(inputs.mask, inputs.doc) + torch.where(inputs.mask, before, 0)
-            forward.step = Step(inputs.past_length, forward.memory.seen, dict(forward.memory.states), {})
+            forward.step = Step.after(forward.memory, inputs.mask.cpu())
         self._local.forward = forward
 
     def read_gate(self, gate: Gate, args: tuple[Any, ...], output: Any) -> Any:
@@ -248,17 +251,17 @@ class Attached:
         if gate.name not in self._rules:
             assert self.variant is not None
             self._rules[gate.name] = rule_for(self.variant, gate, self.model, reading)
-        rule, inputs = self._rules[gate.name], forward.inputs
+        rule, inputs = current(self._rules[gate.name], gate), forward.inputs
         B, T = inputs.mask.shape
-        logits = reading.logits.view(B, T, -1)
-        x = RouterInput(logits.detach(), tokens=inputs.tokens, position=forward.position, doc=inputs.doc)
+        logits = as_logits(gate, reading.logits.detach()).view(B, T, -1)
+        x = RouterInput(logits, tokens=inputs.tokens, position=forward.position, doc=inputs.doc)
         assert forward.step is not None
         state = forward.step.states.get(gate.name)
         routing, changed = route(gate, rule, reading, x, state, self.progress if self.model.training else 1.0)
         written = (*gate.spec.write(gate.inner, changed), *shared_gammas(gate, reading, changed, output))
         forward.readings[gate.name] = gate.read(written)
         forward.routed[gate.name] = routing
-        forward.step.given[gate.name] = rule, logits.detach().float(), x
+        forward.step.given[gate.name] = rule, logits, x
         return written
 
     def _outside(self, gate: Gate, output: Any) -> Any:
@@ -270,7 +273,7 @@ class Attached:
         if torch._C._current_graph_task_id() == -1:
             raise ConfigError(f"attach: {gate.name} ran outside a forward pass of the model; call the model itself.")
         reading = gate.read(output)
-        if last is None or not last.is_repeated(gate.name, reading):
+        if last is None or not last.is_repeated(gate.name, as_logits(gate, reading.logits.detach())):
             raise ConfigError(
                 "attach: gradient checkpointing recomputes another forward pass than the last; call backward after "
                 "each forward pass, or switch checkpointing off."
@@ -334,7 +337,7 @@ class Attached:
         self._local.last = self._latest_forward = forward
         states: dict[str, RouterState] = {name: routing.state for name, routing in forward.routed.items()}
         past = inputs.past if inputs.past is not None else getattr(output, "past_key_values", None)
-        memory.add(step, inputs.mask.shape[1], memory.seen + inputs.mask.sum(1).cpu(), states)
+        memory.add(step, states)
         remember(past, memory)
 
     def _with_terms(self, result: _Result, output: Any) -> Any:
@@ -400,8 +403,10 @@ class _Generate:
         if given is not None:
             return given  # type: ignore[no-any-return]
         ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-        config = kwargs.get("generation_config") or self.attached.model.generation_config
-        pad, eos = config.pad_token_id, config.eos_token_id
+        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+        config = config or self.attached.model.generation_config
+        pad = kwargs.get("pad_token_id", config.pad_token_id)
+        eos = kwargs.get("eos_token_id", config.eos_token_id)
         ends = eos if isinstance(eos, list) else [eos]
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or pad is None or pad in ends:
             return None

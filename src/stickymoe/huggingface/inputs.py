@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from stickymoe.errors import ConfigError
 
@@ -54,7 +55,7 @@ class Inputs:
             past=past,
             past_length=length,
             labels=labels,
-            fraction=_fraction(given, labels),
+            fraction=label_fraction(model, labels, given.get("shift_labels"), given.get("num_items_in_batch")),
         )
 
 
@@ -96,12 +97,15 @@ def _documents(position_ids: Any, mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B T
     return doc.expand(mask.shape)
 
 
-def _fraction(given: Mapping[str, Any], labels: Tensor | None) -> Tensor | float:
-    """Labels of this pass / labels of all passes before the next step of the optimiser."""
-    total = given.get("num_items_in_batch")
-    shifted = given.get("shift_labels")
+def label_fraction(
+    model: PreTrainedModel, labels: Tensor | None, shifted: Tensor | None, total: Tensor | int | None
+) -> Tensor | float:
+    """Labels of this pass / labels of all passes before the next step of the optimiser, as transformers counts them."""
     if total is None or (labels is None and shifted is None):
         return 1.0
-    own = labels[..., 1:] if shifted is None else shifted  # type: ignore[index]
+    own = shifted
+    if own is None:
+        assert labels is not None
+        own = labels[..., 1:] if LOSS_MAPPING.get(getattr(model, "loss_type", "")) is ForCausalLMLoss else labels
     fraction: Tensor = own.ne(NO_TARGET).sum() / total
     return fraction

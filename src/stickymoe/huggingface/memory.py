@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from stickymoe.errors import ConfigError
@@ -23,30 +23,31 @@ STEPS_KEPT = 64  # forward passes that a cache can be cropped back to
 
 @dataclass
 class Step:
-    """What one forward pass gave to the rules, by layer; `start` is the length of the cache before it."""
+    """What one forward pass gave to the rules, by gate; `start` is the length of the cache before it."""
 
     start: int
+    mask: Bool[Tensor, "B T"]
     seen: Int[Tensor, " B"]
     states: dict[str, RouterState]
     given: dict[str, tuple[RoutingRule, Float[Tensor, "B T N"], RouterInput]]
 
+    @classmethod
+    def after(cls, memory: RouterMemory, mask: Bool[Tensor, "B T"]) -> Step:
+        return cls(memory.length, mask, memory.seen, dict(memory.states), {})
+
     def select(self, rows: Int[Tensor, " rows"]) -> None:
-        self.seen = self.seen[rows]
+        self.mask, self.seen = self.mask[rows], self.seen[rows]
         self.states = {name: state.select(rows) for name, state in self.states.items()}
         self.given = {
             name: (rule, logits[rows], _rows(x, logits[rows], rows)) for name, (rule, logits, x) in self.given.items()
         }
 
-    def first(self, n: int) -> tuple[Int[Tensor, " B"], dict[str, RouterState]]:
-        """The real tokens, and the states, after the first `n` tokens of the pass."""
-        states, seen = {}, self.seen
+    def crop(self, n: int) -> dict[str, RouterState]:
+        """Keep the first `n` tokens of the pass; returns the states after them."""
+        self.mask = self.mask[:, :n]
+        self.given = {name: (rule, z[:, :n], _tokens(x, z[:, :n], n)) for name, (rule, z, x) in self.given.items()}
         with torch.no_grad():
-            for name, (rule, logits, x) in self.given.items():
-                cut = _tokens(x, logits[:, :n], n)
-                states[name] = rule(logits[:, :n], cut, self.states.get(name)).state
-                assert cut.position is not None
-                seen = cut.position[:, -1] + 1
-        return seen, states
+            return {name: rule(z, x, self.states.get(name)).state for name, (rule, z, x) in self.given.items()}
 
 
 def _rows(x: RouterInput, h: Tensor, rows: Tensor) -> RouterInput:
@@ -71,14 +72,32 @@ class RouterMemory:
     seen: Int[Tensor, " B"]
     states: dict[str, RouterState] = field(default_factory=dict)
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    padded: Bool[Tensor, ...] = field(default_factory=lambda: torch.zeros((), dtype=torch.bool))  # rows that end so
 
-    def add(self, step: Step, n_tokens: int, seen: Tensor, states: Mapping[str, RouterState]) -> None:
+    def add(self, step: Step, states: Mapping[str, RouterState]) -> None:
         self.steps.append(step)
-        self.length, self.seen, self.states = step.start + n_tokens, seen, dict(states)
+        self._end(step, states)
+
+    def _end(self, step: Step, states: Mapping[str, RouterState]) -> None:
+        """Be in the state after a step."""
+        self.length = step.start + step.mask.shape[1]
+        self.seen, self.states = step.seen + step.mask.sum(1), dict(states)
+        self.padded = ~step.mask[:, -1] & (self.seen > 0)
+
+    def require_continued(self, mask: Bool[Tensor, "B T"]) -> None:
+        """Refuse padding between the real tokens of a row: a rule would take it for tokens."""
+        real = (mask.cumsum(1) > 0) | (self.seen > 0)[:, None]
+        holes = mask[:, 1:] & ~mask[:, :-1] & real[:, :-1]
+        if bool(holes.any()) or bool((self.padded & mask.any(1)).any()):
+            raise ConfigError(
+                "attach: padding between real tokens is not supported with a variant that replaces the choice of experts; "
+                "pad on the left."
+            )
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         rows = rows.cpu()
         self.seen = self.seen[rows]
+        self.padded = self.padded[rows] if self.padded.ndim else self.padded
         self.states = {name: state.select(rows) for name, state in self.states.items()}
         for step in self.steps:
             step.select(rows)
@@ -87,11 +106,10 @@ class RouterMemory:
         while self.length > length and self.steps:
             step = self.steps.pop()
             self.length, self.seen, self.states = step.start, step.seen, step.states
+            if self.steps:
+                self.padded = ~self.steps[-1].mask[:, -1] & (self.seen > 0)
             if step.start < length:
-                self.seen, self.states = step.first(length - step.start)
-                self.length = length
-                step.given = {name: (r, z[:, : length - step.start], x) for name, (r, z, x) in step.given.items()}
-                self.steps.append(step)
+                self.add(step, step.crop(length - step.start))
 
 
 class _Remembering:

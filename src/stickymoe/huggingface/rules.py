@@ -102,7 +102,7 @@ def rule_for(variant: Variant, gate: Gate, model: PreTrainedModel, reading: Read
         raise ConfigError(_no_rule(variant, gate, f"{n_null} of its {N} classes are no experts and take no slot"))
     variant.require_fit(n_layers=model.config.get_text_config().num_hidden_layers, n_experts=N, top_k=k)
     scoring = _scoring(gate)
-    logits = _as_logits(gate, reading.logits)[None]
+    logits = as_logits(gate, reading.logits.detach())[None]
     _, S, _ = TopK()(ChoiceInput(logits, k, scoring), RouterInput(logits), RouterState())
     same = (S[0].sort(-1).values == reading.indices.sort(-1).values).all(-1).float().mean()
     if float(same) < _AGREEMENT:
@@ -147,7 +147,15 @@ def _bias(gate: Gate) -> Tensor | None:
     return None if found is None else found.detach().float().flatten()
 
 
-def _as_logits(gate: Gate, logits: Tensor) -> Tensor:
+def current(rule: RoutingRule, gate: Gate) -> RoutingRule:
+    """The rule with the gate's selection bias as it is now: training may update it."""
+    if rule.scoring.bias is None:
+        return rule
+    return replace(rule, scoring=replace(rule.scoring, bias=_bias(gate)))
+
+
+def as_logits(gate: Gate, logits: Tensor) -> Tensor:
+    """What a gate returns as logits in fp32 or wider; a family that returns probabilities gets their logarithms."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.clamp(min=torch.finfo(logits.dtype).tiny).log() if gate.spec.score == "probabilities" else logits
 
@@ -157,9 +165,7 @@ def route(
 ) -> tuple[Routing, Reading]:
     """Apply a rule to the logits of a gate. Returns the routing, and the choice that replaces the gate's own."""
     B, T = x.h.shape[:2]
-    logits = _as_logits(gate, reading.logits)
-    if rule.scoring.bias is not None:  # it may be updated while the model trains
-        rule = replace(rule, scoring=replace(rule.scoring, bias=_bias(gate)))
+    logits = as_logits(gate, reading.logits)
     routing = rule(logits.view(B, T, -1), x, state, progress)
     S = routing.S.flatten(0, 1)
     w = _scaled(gate, routing.w.flatten(0, 1), scores_at(gate, reading), reading)

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, Trainer
 
 from stickymoe.errors import ConfigError
 from stickymoe.huggingface.attached import Attached, attach
-from stickymoe.huggingface.inputs import NO_TARGET, Inputs
+from stickymoe.huggingface.gates import find_model
+from stickymoe.huggingface.inputs import Inputs, label_fraction
 from stickymoe.locality import metrics
 from stickymoe.locality.recorder import Recorder
 from stickymoe.locality.table import RouteTable
@@ -156,12 +157,9 @@ class StickyTrainerMixin(_Base):
 
     def _fraction(self, labels: tuple[Tensor | None, Tensor | None], num_items: Tensor | int | None) -> Tensor | float:
         """Labels of this micro-batch / labels of the batch, as the trainer scales its own loss."""
-        plain, shifted = labels
-        own = shifted if shifted is not None else None if plain is None else plain[..., 1:]
-        if num_items is None or own is None:
-            return 1.0
-        fraction: Tensor = own.ne(NO_TARGET).sum() / num_items
-        return fraction * self.accelerator.num_processes if self.args.average_tokens_across_devices else fraction
+        fraction = label_fraction(find_model(self.model), *labels, num_items)
+        average = num_items is not None and self.args.average_tokens_across_devices
+        return fraction * self.accelerator.num_processes if average else fraction
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         mode = "eval" if any(key.startswith("eval_") for key in logs) else "train"

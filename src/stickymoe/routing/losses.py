@@ -218,7 +218,8 @@ def reuse_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
     """−log mean_t (1/k)·Σ_{e ∈ S_t−1} g_t(e), over pairs (ReMoE)."""
     k = trace.S.shape[-1]
     kept = trace.g[:, :, 1:].gather(-1, trace.S[:, :, :-1]).sum(-1) / k
-    return _pair_mean(trace, kept).clamp(min=_SMALL).log().neg()
+    mean = _pair_mean(trace, kept)
+    return torch.where(trace.pairs.any(), mean.clamp(min=_SMALL).log().neg(), 0.0)
 
 
 def lagged_divergence_by_layer(trace: RoutingTrace, *, lags: Sequence[int] = (1, 2, 4, 8, 16)) -> Float[Tensor, " L"]:

@@ -154,13 +154,12 @@ class Scoring:
     @property
     def plain(self) -> bool:
         """Whether the order of the logits decides the choice, and the weights are a renormalised softmax."""
-        return (
-            self.score == "softmax"
-            and self.bias is None
-            and self.groups_kept == self.groups
-            and self.renormalise
-            and self.scale == 1.0
-        )
+        return self.score == "softmax" and self.ranks_by_logits and self.renormalise and self.scale == 1.0
+
+    @property
+    def ranks_by_logits(self) -> bool:
+        """Whether the order of the logits decides the choice."""
+        return self.bias is None and self.groups_kept == self.groups
 
     def scores(self, logits: Float[Tensor, "B T N"]) -> Float[Tensor, "B T N"]:
         """eq:gate. The scores p that the weights come from."""
@@ -256,8 +255,9 @@ class ScannedChoice(ABC):
     ) -> tuple[Float[Tensor, "B T N"], Int[Tensor, "B T k"], RouterState]:
         p = given.scoring.scores(given.logits)
         S = np.empty((*p.shape[:2], given.top_k), np.int64)
-        if given.scoring.plain:
-            state = self.choose(as_numpy(given.logits), as_numpy(p), x, state, given.progress, S)
+        if given.scoring.ranks_by_logits:
+            g = given.scoring.normalised(p)
+            state = self.choose(as_numpy(given.logits), as_numpy(g), x, state, given.progress, S)
             return p, as_tensor(S, p), state
         ranking = given.scoring.ranking(p.detach())
         demand = given.scoring.demand(ranking)
@@ -277,7 +277,7 @@ class ScannedChoice(ABC):
         """Write the chosen experts to `S` [B, T, k], heaviest first; returns what the next tokens need.
 
         `rank` [B, T, N] is what experts are ranked by, −∞ where they cannot be chosen; `g` the same as shares that sum
-        to 1. For plain scoring these are the logits and their softmax.
+        to 1. These are the logits and normalised scores; with a selection bias or group limits, the biased scores.
         """
 
 
