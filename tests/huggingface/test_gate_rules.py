@@ -81,6 +81,37 @@ def test_hysteresis_by_hand(model: PreTrainedModel) -> None:
     torch.testing.assert_close(trace.g[0].detach(), z.softmax(-1), atol=1e-6, rtol=1e-5)
 
 
+def test_hysteresis_by_hand_with_bias_and_groups() -> None:
+    """With a selection bias, the bonus is in units of the scores; it does not open other groups."""
+    model = tiny("deepseek_v3", first_k_dense_replace=0)
+    ids = tokens(2, 12)
+    gate = model.model.layers[0].mlp.gate
+    seen: list[Tensor] = []
+    handle = gate.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with stickymoe.attach(model, "hysteresis", bonus=0.3) as attached, torch.no_grad():
+        model(input_ids=ids)
+    handle.remove()
+    p = (seen[0].view(2, 12, -1) @ gate.weight.T).sigmoid().detach()
+    rank = p + gate.e_score_correction_bias
+    best = rank.view(2, 12, 4, 2).sum(-1).topk(2).indices
+    allowed = torch.zeros(2, 12, 4).scatter(-1, best, 1).repeat_interleave(2, -1).bool()
+    changed = 0
+    for b in range(2):
+        before: list[int] = []
+        for t in range(12):
+            biased = rank[b, t].clone()
+            biased[before] += 0.3
+            biased[~allowed[b, t]] = -torch.inf
+            changed += before != [] and set(rank[b, t].masked_fill(~allowed[b, t], -9).topk(2).indices.tolist()) != set(
+                biased.topk(2).indices.tolist()
+            )
+            before = biased.topk(2).indices.tolist()
+            assert set(before) == set(attached.trace.S[0, b, t].tolist())
+            w = p[b, t, attached.trace.S[0, b, t]]
+            torch.testing.assert_close(attached.trace.w[0, b, t], 1.5 * w / w.sum(), atol=1e-5, rtol=1e-5)
+    assert changed
+
+
 def test_smooth_by_hand(model: PreTrainedModel) -> None:
     ids = tokens(2, 12)
     z = logits_of(model, ids)
@@ -315,27 +346,26 @@ def test_cropping_further_than_is_remembered_is_refused(model: PreTrainedModel) 
             model(input_ids=ids[:, 1:2], past_key_values=past)
 
 
-def test_right_padding_inside_a_conversation(model: PreTrainedModel, rule: stickymoe.variants.Variant) -> None:
-    """The short row of a batch is padded on the right, and continued after the padding."""
+def test_padding_between_real_tokens_is_refused(model: PreTrainedModel) -> None:
+    """A short row of a batch is padded on the right, and continued after the padding."""
     ids = tokens(2, 12)
     mask = torch.ones_like(ids)
     mask[1, 5:7] = 0
-    alone_ids = ids[1:][:, mask[1].bool()]
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    with stickymoe.attach(model, rule) as attached, torch.no_grad():
-        model(input_ids=alone_ids)
-        alone = attached.trace
-        past, S = DynamicCache(config=model.config), []
-        for start, end in ((0, 7), (7, 8), (8, 12)):
-            model(
-                input_ids=ids[:, start:end],
-                attention_mask=mask[:, :end],
-                position_ids=positions[:, start:end],
-                past_key_values=past,
-            )
-            S.append(attached.trace.S)
-    found = torch.cat(S, 2)[:, 1, mask[1].bool()]
-    assert torch.equal(found.sort(-1).values, alone.S[:, 0].sort(-1).values)
+    with stickymoe.attach(model, "hysteresis") as attached, torch.no_grad():
+        with pytest.raises(StickyError, match=r"padding between real tokens .*; pad on the left") as error:
+            model(input_ids=ids, attention_mask=mask)
+        assert "\n" not in str(error.value)
+        past = DynamicCache(config=model.config)
+        model(input_ids=ids[:, :7], attention_mask=mask[:, :7], past_key_values=past)  # padding at the end is fine
+        with pytest.raises(StickyError, match="padding between real tokens"):
+            model(input_ids=ids[:, 7:8], attention_mask=mask[:, :8], past_key_values=past)
+        past.crop(-2)
+        model(input_ids=ids[:, 7:], attention_mask=torch.ones(2, 10), past_key_values=past)
+        found = attached.trace
+        model(input_ids=torch.cat([ids[:, :5], ids[:, 7:]], 1))
+    assert torch.equal(found.S.sort(-1).values, attached.trace.S[:, :, 5:].sort(-1).values)
+    with stickymoe.attach(model, "soft"):
+        assert model(input_ids=ids, attention_mask=mask, labels=ids).loss.isfinite()
 
 
 def test_assisted_generation_equals_greedy(model: PreTrainedModel, rule: stickymoe.variants.Variant) -> None:

@@ -293,14 +293,19 @@ def test_labels_that_are_not_shifted(tmp_path: Path) -> None:
     ids = torch.tensor(rows())
     classes = torch.arange(8) % 3
     other = copy.deepcopy(model)
-    with stickymoe.attach(other, soft(3.0)):
-        other(input_ids=ids, labels=classes).loss.backward()
-    expected = {name: (p - LR * p.grad).detach() for name, p in other.named_parameters()}
+    with stickymoe.attach(other) as attached:
+        other(input_ids=ids)
+        (3.0 * stickymoe.consistency_loss(attached.trace)).backward()
     data = Dataset.from_list([{"input_ids": x.tolist(), "labels": int(y)} for x, y in zip(ids, classes, strict=True)])
     for settings in ({}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}):
-        own = copy.deepcopy(model)
-        StickyTrainer(own, arguments(tmp_path, **settings), train_dataset=data, variant=soft(3.0)).train()
-        assert_weights(own, expected)
+        weights = []
+        for lam in (0.0, 3.0):
+            own = copy.deepcopy(model)
+            StickyTrainer(own, arguments(tmp_path, **settings), train_dataset=data, variant=soft(lam)).train()
+            weights.append({name: p.detach() for name, p in own.named_parameters()})
+        for name, parameter in other.named_parameters():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else -LR * parameter.grad
+            torch.testing.assert_close(weights[1][name] - weights[0][name], expected, atol=1e-6, rtol=1e-3)
 
 
 # SFTTrainer
