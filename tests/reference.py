@@ -218,8 +218,8 @@ def reuse_loss(g, S, mask, doc):
     L, k = len(g), len(S[0][0][0])
     pairs = [(b, t) for b, t in real_tokens(mask) if is_pair(mask, doc, b, t)]
     total = 0.0
-    for l in range(L):
-        kept = sum(sum(g[l][b][t][e] for e in S[l][b][t - 1]) / k for b, t in pairs) / max(len(pairs), 1)
+    for l in range(L if pairs else 0):
+        kept = sum(sum(g[l][b][t][e] for e in S[l][b][t - 1]) / k for b, t in pairs) / len(pairs)
         total = total - logarithm(kept)
     return total / L
 

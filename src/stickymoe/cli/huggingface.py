@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,14 +53,18 @@ def _load(args: argparse.Namespace, most: int | None) -> tuple[Loaded, list[Tens
 
 @contextlib.contextmanager
 def _progress(title: str, tokens: int) -> Iterator[Callable[[int], None]]:
-    """A bar over tokens on the error stream, with the time left."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    """Progress over tokens on the error stream, with the time left."""
+    from stickymoe.training.progress import Display
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=tokens)
-        yield lambda n: bar.advance(task, n)
+    done, started = 0, time.monotonic()
+
+    def advance(n: int) -> None:
+        nonlocal done
+        done += n
+        display.step(min(done, tokens), {}, done / max(time.monotonic() - started, 1e-9))
+
+    with Display(title, tokens, 0) as display:
+        yield advance
 
 
 def profile_command(argv: list[str]) -> None:
@@ -116,7 +121,9 @@ def reroute_command(argv: list[str]) -> None:
 
     loaded, rows = _load(args, args.tokens)
     rules = names(args.rules) if args.rules else list(RULES)
-    slots = args.slots or _twice_k(loaded)
+    slots = _twice_k(loaded) if args.slots is None else args.slots
+    if slots < 1:
+        raise StickyError(f"--slots: got {slots}, expected a whole number ≥ 1.")
     runs = 1 + sum(len(strengths(loaded, rule)) for rule in rules if rule in RULES)
     with _progress(f"reroute {loaded.name}", runs * sum(len(row) for row in rows)) as progress:
         found = sweep_rules(
@@ -197,7 +204,9 @@ def adapt_command(argv: list[str]) -> None:
             f"{args.text} is too short: {args.held_out_tokens} tokens are held out and nothing is left to train on; "
             "lower --held_out_tokens, or pass --held_out."
         )
-    slots = args.slots or _twice_k(loaded)
+    slots = _twice_k(loaded) if args.slots is None else args.slots
+    if slots < 1:
+        raise StickyError(f"--slots: got {slots}, expected a whole number ≥ 1.")
     found = adapt(loaded, args.out, config, rows, held_out, slots=slots, quiet=args.quiet)
     before, after = (dataclasses.asdict(found[name]) for name in ("before", "after"))
     tokens = sum(len(row) for row in held_out)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -37,7 +37,7 @@ from stickymoe.training.stopping import stop_request
 from stickymoe.variants import variant as make_variant
 
 METHODS = ("soft", "soft_hard", "remoe", "remoe_full")
-Trained = Literal["routers", "all", "lora"]
+TRAINED = ("routers", "all", "lora")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class AdaptConfig:
     """
 
     method: str = "soft"
-    train: Trained = "routers"
+    train: str = "routers"
     steps: int = 200
     batch_size: int = 4
     lr: float = 1e-4
@@ -68,7 +68,7 @@ class AdaptConfig:
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
-        require(self.train in ("routers", "all", "lora"), "train", self.train, "routers, all or lora")
+        require(self.train in TRAINED, "train", self.train, f"one of {', '.join(TRAINED)}")
         for name in ("steps", "batch_size", "window", "save_every"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "a whole number ≥ 1")
         for name in ("lam", "alpha", "kl", "reuse", "lags", "entropy"):

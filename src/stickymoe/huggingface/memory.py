@@ -90,8 +90,8 @@ class RouterMemory:
         holes = mask[:, 1:] & ~mask[:, :-1] & real[:, :-1]
         if bool(holes.any()) or bool((self.padded & mask.any(1)).any()):
             raise ConfigError(
-                "attach: padding between real tokens is not supported with a variant that replaces the choice of experts; "
-                "pad on the left."
+                "attach: padding between real tokens is not supported with a variant that replaces the choice of "
+                "experts; pad on the left."
             )
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
