@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
+from checkpoints import write_checkpoint
 from stickymoe.cli import COMMANDS, main
 from stickymoe.locality.devices import parse_device
 from stickymoe.paper.grids import GRIDS
@@ -36,23 +34,13 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line.partition("#")[0])[1:] for line in lines]
 
 
-def _write_checkpoint(folder: Path) -> None:
-    """A tiny Mixtral with a tokenizer of bytes."""
-    bytewise = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
-    bytewise.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=bytewise).save_pretrained(folder)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=256, num_hidden_layers=2, num_local_experts=4, **sizes)
-    MixtralForCausalLM(config).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, corpus):
     """A folder with the files that the pages name: texts, a transformers checkpoint, and a trace of another tool."""
     folder = tmp_path_factory.mktemp("docs")
     for name in ("DIR", "WIKITEXT"):
         (folder / name).symlink_to(corpus)
-    _write_checkpoint(folder / "MODEL")
+    write_checkpoint(folder / "MODEL")
     (folder / "TEXT").write_text("The quick brown fox jumps over the lazy dog, again and again.\n" * 200)
     rows = "".join(f"0,1,{step},0,0,{step % 2},1.0\n" for step in range(9))
     facts = "# route_trace v1\n# model=m n_expert=2 n_expert_used=1\nturn,phase,step,layer,slot,expert,weight\n"

@@ -6,17 +6,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from checkpoints import TEXT, byte_tokenizer, write_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import stickymoe
+from checkpoints import TEXT, byte_tokenizer, write_checkpoint
 from stickymoe.cli import main
 from stickymoe.errors import StickyError
-from stickymoe.huggingface.adapt import AdaptConfig, _AdaptTrainer
+from stickymoe.huggingface.adapt import _AdaptTrainer, terms_of
 from stickymoe.huggingface.text import load_model, padded, score_text, token_chunks
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.streams import Access
+from stickymoe.runs.adaptation import METHODS, AdaptConfig
 
 
 @pytest.fixture(scope="module")
@@ -278,10 +279,7 @@ def test_settings_without_a_name_are_refused(place):
 
 
 def test_the_terms_of_a_method_are_those_of_its_variant():
-    assert [term.symbol for term in AdaptConfig(method="soft").terms()] == ["bal", "cons"]
-    assert [term.symbol for term in AdaptConfig(method="remoe_full").terms()] == [
-        "ref_kl",
-        "reuse",
-        "lag_kl",
-        "window_entropy",
-    ]
+    symbols = {method: [term.symbol for term in terms_of(AdaptConfig(method=method))] for method in METHODS}
+    assert symbols["soft"] == symbols["remoe"] == ["bal", "cons"]
+    assert symbols["soft_hard"] == ["bal", "cons", "hard"]
+    assert symbols["remoe_full"] == ["ref_kl", "reuse", "lag_kl", "window_entropy"]

@@ -17,7 +17,7 @@ import stickymoe
 from stickymoe import RoutingTrace, StickyError
 from stickymoe.huggingface import supported_families
 
-RULES_REFUSED = ("dbrx", "jetmoe", "llama4", "phimoe")
+RULES_REFUSED = ("dbrx", "jetmoe", "llama4")
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stickymoe.cli.parsing import Parser, make_parser, names
 from stickymoe.cli.printing import print_lines
 from stickymoe.errors import StickyError
+from stickymoe.runs.adaptation import AdaptConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,7 +185,7 @@ def adapt_command(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     from stickymoe.errors import DataError, RunError
-    from stickymoe.huggingface.adapt import AdaptConfig, adapt
+    from stickymoe.huggingface.adapt import adapt
     from stickymoe.huggingface.text import token_chunks
     from stickymoe.reports.rerouting import adapted_table
 
@@ -217,8 +218,6 @@ def adapt_command(argv: list[str]) -> None:
 
 
 def _adapt_default(name: str) -> Any:
-    from stickymoe.huggingface.adapt import AdaptConfig
-
     return next(field.default for field in dataclasses.fields(AdaptConfig) if field.name == name)
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stickymoe import files
-from stickymoe.errors import ConfigError, InterruptedRunError, RunError, require
+from stickymoe.errors import ConfigError, InterruptedRunError, RunError
 from stickymoe.huggingface.attached import attach
 from stickymoe.huggingface.gates import find_gates
 from stickymoe.huggingface.inputs import NO_TARGET
@@ -33,70 +33,29 @@ from stickymoe.reading import read_json
 from stickymoe.routing import losses
 from stickymoe.routing.losses import LossContext
 from stickymoe.routing.terms import Term
+from stickymoe.runs.adaptation import AdaptConfig
 from stickymoe.training.stopping import stop_request
 from stickymoe.variants import variant as make_variant
 
-METHODS = ("soft", "soft_hard", "remoe", "remoe_full")
-TRAINED = ("routers", "all", "lora")
 
-
-@dataclass(frozen=True)
-class AdaptConfig:
-    """How a checkpoint is adapted.
-
-    method: soft and soft_hard are the paper's losses; remoe is the paper's simulation of ReMoE (L_cons and L_bal);
-        remoe_full is ReMoE as published: KL to the frozen gates, reuse, KL at lags and entropy of windows, no L_bal
-    train: the gates alone, all parameters, or LoRA on attention beside the gates
-    lam, alpha, window: weights of L_cons and of the anchor loss, and the window of the anchor loss
-    kl, reuse, lags, entropy: weights of the terms of remoe_full, which its authors did not publish
-    """
-
-    method: str = "soft"
-    train: str = "routers"
-    steps: int = 200
-    batch_size: int = 4
-    lr: float = 1e-4
-    seed: int = 42
-    lam: float = 0.1
-    alpha: float = 0.1
-    window: int = 4
-    kl: float = 1.0
-    reuse: float = 0.1
-    lags: float = 0.1
-    entropy: float = 0.02
-    save_every: int = 50
-
-    def __post_init__(self) -> None:
-        require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
-        require(self.train in TRAINED, "train", self.train, f"one of {', '.join(TRAINED)}")
-        for name in ("steps", "batch_size", "window", "save_every"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "a whole number ≥ 1")
-        for name in ("lam", "alpha", "kl", "reuse", "lags", "entropy"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "a number ≥ 0")
-        require(self.lr > 0, "lr", self.lr, "a number > 0")
-
-    def terms(self) -> tuple[Term, ...]:
-        """The loss terms beside cross-entropy."""
-        if self.method == "soft":
-            return make_variant("soft", lam=self.lam).terms()
-        if self.method == "soft_hard":
-            return make_variant("soft_hard", lam=self.lam, alpha=self.alpha, window=self.window).terms()
-        if self.method == "remoe":
-            return make_variant("remoe", lam=self.lam).phases()[-1].terms
-        return (
-            Term("ref_kl", self.kl, lambda trace, context: _reference_divergence(trace, context)),
-            Term("reuse", self.reuse, lambda trace, context: losses.reuse_by_layer(trace)),
-            Term("lag_kl", self.lags, lambda trace, context: losses.lagged_divergence_by_layer(trace)),
-            Term(
-                "window_entropy",
-                self.entropy,
-                lambda trace, context: losses.windowed_entropy_by_layer(trace, window=16),
-            ),
-        )
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.method == "remoe_full"
+def terms_of(config: AdaptConfig) -> tuple[Term, ...]:
+    """The loss terms beside cross-entropy."""
+    if config.method == "soft":
+        return make_variant("soft", lam=config.lam).terms()
+    if config.method == "soft_hard":
+        return make_variant("soft_hard", lam=config.lam, alpha=config.alpha, window=config.window).terms()
+    if config.method == "remoe":
+        return make_variant("remoe", lam=config.lam).phases()[-1].terms
+    return (
+        Term("ref_kl", config.kl, lambda trace, context: _reference_divergence(trace, context)),
+        Term("reuse", config.reuse, lambda trace, context: losses.reuse_by_layer(trace)),
+        Term("lag_kl", config.lags, lambda trace, context: losses.lagged_divergence_by_layer(trace)),
+        Term(
+            "window_entropy",
+            config.entropy,
+            lambda trace, context: losses.windowed_entropy_by_layer(trace, window=16),
+        ),
+    )
 
 
 def _reference_divergence(trace: Any, context: LossContext) -> Tensor:
@@ -130,7 +89,7 @@ class Measured:
 
 
 def measure_model(
-    loaded: Loaded, rows: list[Int[Tensor, " T"]], slots: int, *, batch_size: int = 4, progress: Progress | None = None
+    loaded: Loaded, rows: list[Int[Tensor, " _"]], slots: int, *, batch_size: int = 4, progress: Progress | None = None
 ) -> Measured:
     with attach(loaded.model) as attached:
         return Measured.of(score_text(attached, rows, batch_size=batch_size, progress=progress), slots)
@@ -140,8 +99,8 @@ def adapt(
     loaded: Loaded,
     out: Path,
     config: AdaptConfig,
-    train_rows: list[Int[Tensor, " T"]],
-    held_out: list[Int[Tensor, " T"]],
+    train_rows: list[Int[Tensor, " _"]],
+    held_out: list[Int[Tensor, " _"]],
     *,
     slots: int,
     quiet: bool = False,
@@ -181,7 +140,7 @@ def _open_work(work: Path, name: str, config: AdaptConfig) -> bool:
     return False
 
 
-def _measured_once(file: Path, loaded: Loaded, rows: list[Int[Tensor, " T"]], slots: int) -> Measured:
+def _measured_once(file: Path, loaded: Loaded, rows: list[Int[Tensor, " _"]], slots: int) -> Measured:
     """The measurement of the original model, which a resumed adaptation reads again."""
     if file.is_file():
         return Measured(**read_json(file, RunError))
@@ -191,7 +150,7 @@ def _measured_once(file: Path, loaded: Loaded, rows: list[Int[Tensor, " T"]], sl
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
-    def __init__(self, rows: list[Int[Tensor, " T"]]) -> None:
+    def __init__(self, rows: list[Int[Tensor, " _"]]) -> None:
         self.rows = rows
 
     def __len__(self) -> int:
@@ -208,7 +167,7 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _train(
-    loaded: Loaded, work: Path, config: AdaptConfig, rows: list[Int[Tensor, " T"]], *, resumes: bool, quiet: bool
+    loaded: Loaded, work: Path, config: AdaptConfig, rows: list[Int[Tensor, " _"]], *, resumes: bool, quiet: bool
 ) -> PreTrainedModel:
     model = _trainable(loaded.model, config)
     arguments = TrainingArguments(
@@ -283,7 +242,7 @@ class _AdaptTrainer(StickyTrainer):
     @contextmanager
     def _attached_model(self) -> Iterator[Any]:
         with super()._attached_model() as attached:
-            attached.terms_of_loss = self.settings.terms()
+            attached.terms_of_loss = terms_of(self.settings)
             yield attached
 
     def loss_context(self, model: nn.Module, inputs: dict[str, Any]) -> LossContext:

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -292,6 +292,7 @@ class Attached:
         trace = self._trace(forward)
         if forward.memory is not None:
             self._remember(forward, output)
+        forward.inputs = replace(forward.inputs, past=None)  # what is kept must not keep the KV cache
         result = _Result(trace, forward.inputs, self.terms_of_loss, self.context, self.progress)
         output = self._with_terms(result, output)
         self._local.result = self._latest = result

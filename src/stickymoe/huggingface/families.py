@@ -73,6 +73,19 @@ def _write_zaya(gate: Any, changed: Reading) -> Reading:
     return Reading(changed.logits, changed.weights.masked_fill(skipped, 0), changed.indices.masked_fill(skipped, 0))
 
 
+def _sparse_mixer(gate: Any, logits: Float[Tensor, "n N"], S: Int[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """Each expert's softmax among those not chosen before it whose logits are near their highest."""
+    weights, left = [], logits
+    for expert in S.unbind(-1):
+        highest = left.amax(-1, keepdim=True)
+        far = (highest - logits) / logits.abs().clamp(min=highest) > 2 * gate.router_jitter_noise
+        chosen = nn.functional.one_hot(expert, logits.shape[-1]).bool()
+        near = left.masked_fill(far & ~chosen, -torch.inf)
+        weights.append(near.softmax(-1).gather(-1, expert[:, None]))
+        left = left.masked_fill(chosen, -torch.inf)
+    return torch.cat(weights, -1)
+
+
 def _no_nulls(gate: Any) -> int:
     return 0
 
@@ -86,6 +99,7 @@ class Family:
     n_null: classes at the end that are no experts
     proportional: the combine weights are proportional to the scores of the chosen experts
     write: how a changed choice is returned
+    weigh: the combine weights of any choice, heaviest first, where they are not proportional to the scores
     fixed_choice: why no other choice of experts can be made; None where it can
     normalised: the combine weights are divided by their sum over the chosen experts, unless `norm_topk_prob` says so
     bias_on: what the selection bias, if there is one, is added to
@@ -96,6 +110,7 @@ class Family:
     n_null: Callable[[Any], int] = _no_nulls
     proportional: bool = True
     write: Callable[[Any, Reading], Reading] = _write_tuple
+    weigh: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     fixed_choice: str | None = None
     normalised: bool = True
     bias_on: Literal["scores", "logits"] = "scores"
@@ -140,7 +155,7 @@ FAMILIES: dict[str, Family] = {
     "diffusion_gemma": _PROBABILITIES,
     # families whose gates return something else
     "zaya": Family(read=_read_zaya, write=_write_zaya, n_null=lambda gate: 1, normalised=False),
-    "phimoe": Family(proportional=False, fixed_choice="its combine weights come from two separate softmaxes"),
+    "phimoe": Family(proportional=False, weigh=_sparse_mixer),
     "ernie4_5_vl_moe": _SOFTMAX,
     "dbrx": Family(read=_read_dbrx, fixed_choice=_NOT_REACHED),
     "llama4": Family(score="sigmoid", read=_read_llama4, normalised=False, fixed_choice=_NOT_REACHED),

@@ -32,7 +32,7 @@ class Profile:
 
 def profile(
     loaded: Loaded,
-    rows: list[Int[Tensor, " T"]],
+    rows: list[Int[Tensor, " _"]],
     out: Path,
     *,
     generate: int = 0,
@@ -59,7 +59,7 @@ def profile(
 
 def _generated(
     attached: Attached,
-    rows: list[Int[Tensor, " T"]],
+    rows: list[Int[Tensor, " _"]],
     out: Path,
     n_tokens: int,
     batch_size: int,
@@ -96,9 +96,9 @@ def _generated(
     return finished(attached, recorder)
 
 
-def _equally_long(rows: list[Int[Tensor, " T"]], batch_size: int) -> list[list[Int[Tensor, " T"]]]:
+def _equally_long(rows: list[Int[Tensor, " _"]], batch_size: int) -> list[list[Int[Tensor, " _"]]]:
     """Batches of rows of the same length, so that no prompt is padded."""
-    by_length: dict[int, list[Int[Tensor, " T"]]] = {}
+    by_length: dict[int, list[Int[Tensor, " _"]]] = {}
     for row in rows:
         by_length.setdefault(len(row), []).append(row)
     return [same[i : i + batch_size] for same in by_length.values() for i in range(0, len(same), batch_size)]

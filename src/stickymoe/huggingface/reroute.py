@@ -42,7 +42,7 @@ class RerouteRow:
 
 def sweep_rules(
     loaded: Loaded,
-    rows: list[Int[Tensor, " T"]],
+    rows: list[Int[Tensor, " _"]],
     *,
     slots: int,
     rules: Sequence[str] = tuple(RULES),
@@ -71,7 +71,7 @@ def strengths(loaded: Loaded, rule: str) -> list[float]:
 
 def _evaluate(
     loaded: Loaded,
-    rows: list[Int[Tensor, " T"]],
+    rows: list[Int[Tensor, " _"]],
     rule: str | None,
     strength: float | None,
     slots: int,

@@ -104,13 +104,19 @@ def rule_for(variant: Variant, gate: Gate, model: PreTrainedModel, reading: Read
     scoring = _scoring(gate)
     logits = as_logits(gate, reading.logits.detach())[None]
     _, S, _ = TopK()(ChoiceInput(logits, k, scoring), RouterInput(logits), RouterState())
-    same = (S[0].sort(-1).values == reading.indices.sort(-1).values).all(-1).float().mean()
-    if float(same) < _AGREEMENT:
-        raise ConfigError(_no_rule(variant, gate, f"{gate.name} does not choose the experts with the highest scores"))
-    d = model.config.get_text_config().hidden_size
-    rule = variant.parts(Site(gate.layer, d, N, k, model.config.get_text_config().vocab_size)).rule
+    if gate.spec.weigh is None:
+        _require_top_k(variant, gate, S[0], reading)
+    text = model.config.get_text_config()
+    rule = variant.parts(Site(gate.layer, text.hidden_size, N, k, text.vocab_size)).rule
     assert rule is not None
     return replace(rule, scoring=scoring)
+
+
+def _require_top_k(variant: Variant, gate: Gate, S: Int[Tensor, "n k"], reading: Reading) -> None:
+    """Refuse a gate whose own choice is not `S`, the experts with the highest scores."""
+    same = (S.sort(-1).values == reading.indices.sort(-1).values).all(-1).float().mean()
+    if float(same) < _AGREEMENT:
+        raise ConfigError(_no_rule(variant, gate, f"{gate.name} does not choose the experts with the highest scores"))
 
 
 def _scoring(gate: Gate) -> GateScoring:
@@ -168,7 +174,11 @@ def route(
     logits = as_logits(gate, reading.logits)
     routing = rule(logits.view(B, T, -1), x, state, progress)
     S = routing.S.flatten(0, 1)
-    w = _scaled(gate, routing.w.flatten(0, 1), scores_at(gate, reading), reading)
+    chosen = routing.w.flatten(0, 1)
+    if gate.spec.weigh is None:
+        w = _scaled(gate, chosen, scores_at(gate, reading), reading)
+    else:  # a skipped expert has the score 0
+        w = gate.spec.weigh(gate.inner, logits, S) * (chosen > 0)
     factor = getattr(gate.inner, "per_expert_scale", None)
     if factor is not None:
         w = w * factor[S]

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +60,7 @@ def load_model(name: str, dtype: str = "auto") -> Loaded:
 
 def token_chunks(
     tokenizer: PreTrainedTokenizerBase, text: Path, length: int, most: int | None = None
-) -> Iterator[Int[Tensor, " T"]]:
+) -> Iterator[Int[Tensor, " _"]]:
     """The tokens of a text file, or of all text files in a folder, in rows of `length`; at most `most` tokens.
 
     No special tokens are added. The last row of a file may be shorter. A row never spans two files.
@@ -122,19 +120,18 @@ class Scored:
 
 def score_text(
     attached: Attached,
-    rows: list[Int[Tensor, " T"]],
+    rows: list[Int[Tensor, " _"]],
     *,
     batch_size: int = 4,
     folder: Path | None = None,
     progress: Progress | None = None,
-    each_batch: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Scored:
     """Predict every token of every row but its first, and record the routes; with a folder, in bounded memory."""
     if not rows:
         raise DataError("The text is empty: expected at least 2 tokens.")
     model, recorder = attached.model, Recorder(folder)
     nats, targets = 0.0, 0
-    with torch.no_grad(), each_batch():
+    with torch.no_grad():
         for first in range(0, len(rows), batch_size):
             ids, mask = padded(rows[first : first + batch_size])
             ids, mask = ids.to(model.device), mask.to(model.device)
@@ -163,7 +160,7 @@ def finished(attached: Attached, recorder: Recorder) -> RouteTable:
     return recorder.finish(expert_bytes=expert_bytes(gates, N), other_bytes=other_bytes(attached.model, gates))
 
 
-def padded(rows: list[Int[Tensor, " T"]]) -> tuple[Int[Tensor, "B T"], Tensor]:
+def padded(rows: list[Int[Tensor, " _"]]) -> tuple[Int[Tensor, "B T"], Tensor]:
     """Rows as one batch, padded on the right with token 0, and the mask of real tokens."""
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
