@@ -227,10 +227,13 @@ def test_decoding_with_a_rule_equals_the_whole_sequence(family: str) -> None:
     assert (trace.S[-1, :, 1:] != trace.S[-1, :, :-1]).any()  # and not everything
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in RULES_REFUSED])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*RULES_REFUSED, "phimoe")])
 @torch.no_grad()
 def test_changed_choices_are_weighed_as_the_family_does(family: str) -> None:
-    """The family's own formula, in double precision, at the experts that a rule chose."""
+    """The family's own formula, in double precision, at the experts that a rule chose.
+
+    Phi's formula is for the experts with the highest logits only.
+    """
     model = built(family)
     inputs = batch(model)
     rule = gate_reference.RULES[family]
