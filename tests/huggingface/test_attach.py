@@ -584,6 +584,26 @@ def test_a_copy_is_not_attached(model: PreTrainedModel) -> None:
     torch.testing.assert_close(other(**inputs).loss, bare)
 
 
+def test_a_copy_is_not_attached_to_a_rule(model: PreTrainedModel) -> None:
+    inputs = batch(model)
+    bare = model(**inputs).logits
+    with stickymoe.attach(model, "hysteresis", bonus=1.0):
+        other = copy.deepcopy(model)
+        assert (model(**inputs).logits - bare).abs().max() > 1e-3
+        torch.testing.assert_close(other(**inputs).logits, bare)
+
+
+def test_the_gate_is_read_before_other_hooks_change_its_output(model: PreTrainedModel) -> None:
+    """Expert parallelism has a hook that rewrites experts as those of its own process."""
+    inputs = batch(model)
+    expected = trace_by_hand(model, input_ids=inputs["input_ids"])
+    gate = model.model.layers[0].mlp.gate
+    gate.register_forward_hook(lambda module, args, output: (output[0], output[1], output[2] % 4))
+    with stickymoe.attach(model) as attached:
+        model(**inputs)
+    assert torch.equal(attached.trace.S[0], expected.S[0])
+
+
 def test_saving_while_attached(model: PreTrainedModel, tmp_path: Path) -> None:
     inputs = batch(model)
     expected = model(**inputs).logits

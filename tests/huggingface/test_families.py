@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import gate_reference
 import pytest
 import torch
 from gate_reference import reference_routing
@@ -69,6 +70,7 @@ def test_trace_equals_the_reference_in_double_precision(family: str, model: PreT
     assert trace.doc is None
     assert len(set(trace.layers)) == L
     assert trace.g.requires_grad
+    assert trace.n_null == {"longcat_flash": 4, "zaya": 1}.get(family, 0)
     for i, layer in enumerate(expected):
         g, S, w = trace.g[i].flatten(0, 1), trace.S[i].flatten(0, 1), trace.w[i].flatten(0, 1)
         torch.testing.assert_close(g.double(), layer.g, atol=1e-5, rtol=0)
@@ -223,3 +225,25 @@ def test_decoding_with_a_rule_equals_the_whole_sequence(family: str) -> None:
     torch.testing.assert_close(torch.stack(generated.logits, 1), whole[:, 3:8], atol=1e-4, rtol=1e-3)
     assert (whole - bare).abs().max() > 1e-3  # the rule did something,
     assert (trace.S[-1, :, 1:] != trace.S[-1, :, :-1]).any()  # and not everything
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*RULES_REFUSED, "phimoe")])
+@torch.no_grad()
+def test_changed_choices_are_weighed_as_the_family_does(family: str) -> None:
+    """The family's own formula, in double precision, at the experts that a rule chose.
+
+    Phi's formula is for the experts with the highest logits only.
+    """
+    model = built(family)
+    inputs = batch(model)
+    rule = gate_reference.RULES[family]
+    with stickymoe.attach(model, "hysteresis", bonus=0.3) as attached:
+        calls = gate_reference._calls(model, inputs)
+    trace = attached.trace
+    assert len(calls) == len(trace.S)
+    for (name, call), S, w in zip(calls, trace.S.flatten(1, 2), trace.w.flatten(1, 2), strict=True):
+        logits = (rule.logits or gate_reference._linear)(call)
+        scores = gate_reference.SCORES[gate_reference._score(call, rule)](logits)
+        weigh = rule.weigh or (lambda call, logits, scores, S: gate_reference._weigh(call, rule, scores, S))
+        expected = weigh(call, logits, scores, S)
+        torch.testing.assert_close(w.double(), expected, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: name + text)
