@@ -101,7 +101,8 @@ class Family:
     write: how a changed choice is returned
     weigh: the combine weights of any choice, heaviest first, where they are not proportional to the scores
     fixed_choice: why no other choice of experts can be made; None where it can
-    normalised: the combine weights are divided by their sum over the chosen experts, unless `norm_topk_prob` says so
+    normalised: the combine weights are divided by their sum over the chosen experts; a gate's own `norm_topk_prob`
+        overrides a constant
     bias_on: what the selection bias, if there is one, is added to
     """
 
@@ -112,7 +113,7 @@ class Family:
     write: Callable[[Any, Reading], Reading] = _write_tuple
     weigh: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     fixed_choice: str | None = None
-    normalised: bool = True
+    normalised: bool | Callable[[Any], bool] = True
     bias_on: Literal["scores", "logits"] = "scores"
 
     def score_of(self, gate: nn.Module) -> Score:
@@ -141,7 +142,10 @@ FAMILIES: dict[str, Family] = {
     ),
     **_all(_UNNORMALISED, "jamba deepseek_v2 deepseek_ocr2 unlimited_ocr"),
     "longcat_flash": Family(normalised=False, n_null=lambda gate: gate.n_routed_experts - gate.num_experts),
-    "cohere2_moe": Family(score=lambda gate: gate.expert_selection_fn),
+    "cohere2_moe": Family(
+        score=lambda gate: gate.expert_selection_fn,
+        normalised=lambda gate: gate.expert_selection_fn == "softmax" or gate.norm_topk_prob,
+    ),
     # sigmoid, most of them with a selection bias and group limits
     **_all(
         _SIGMOID,

@@ -194,7 +194,7 @@ def scores_at(gate: Gate, reading: Reading) -> Float[Tensor, "n k"]:
 def _scaled(gate: Gate, chosen: Tensor, before: Tensor, reading: Reading) -> Tensor:
     """The scores of the chosen experts as combine weights, normalised and scaled as the gate did with its own."""
     total = gate.unscaled(reading.weights.detach().float(), reading.indices).sum(-1, keepdim=True)
-    shared = shared_score(gate, before, total)
+    shared = _shared_score(gate, before, total)
     if shared is not None:
         scale, others = shared
         return chosen * scale / (chosen.sum(-1, keepdim=True) + others)
@@ -204,7 +204,7 @@ def _scaled(gate: Gate, chosen: Tensor, before: Tensor, reading: Reading) -> Ten
     return chosen * torch.where(total == 0, 1.0, ratio)
 
 
-def shared_score(gate: Gate, before: Tensor, total: Tensor) -> tuple[Tensor, Tensor] | None:
+def _shared_score(gate: Gate, before: Tensor, total: Tensor) -> tuple[Tensor, Tensor] | None:
     """Where shared experts are normalised together with the chosen ones: the scale, and the sum of their scores."""
     if gate.family != "inkling":
         return None
@@ -214,6 +214,8 @@ def shared_score(gate: Gate, before: Tensor, total: Tensor) -> tuple[Tensor, Ten
 
 def _normalises(gate: Gate) -> bool:
     """Whether combine weights are divided by their sum: the gate's own flag, or the table of families."""
+    if callable(gate.spec.normalised):
+        return gate.spec.normalised(gate.inner)
     flag = _first([gate.inner, gate.block], "norm_topk_prob", "route_norm")
     return gate.spec.normalised if flag is None else bool(flag)
 
