@@ -111,17 +111,18 @@ def with_tables(page: str, made: str) -> str:
     return f"{before}{BEGIN}\n{made}\n{END}{after}"
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Compare models over seeds and write the tables of README.md.")
+def write_page(folder: Path, tables: Callable[[Path], str], argv: list[str] | None = None) -> None:
+    """The command of both examples: write the tables of the README in `folder`, from its records."""
+    parser = argparse.ArgumentParser(description="Write the tables of README.md from the records.")
     parser.add_argument("--take", type=Path, help="folder of models whose records are copied to records/ first")
     a = parser.parse_args(argv)
     if a.take is not None:
-        take(a.take, HERE / "records")
-    made = tables(HERE / "records")
-    page = HERE / "README.md"
+        take(a.take, folder / "records")
+    made = tables(folder / "records")
+    page = folder / "README.md"
     write_text(page, with_tables(page.read_text(encoding="utf-8"), made))
     print(made)
 
 
 if __name__ == "__main__":
-    main()
+    write_page(HERE, tables)

@@ -6,12 +6,10 @@ python -m examples.smollm2.compare                          the table again, fro
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
-from examples.olmoe.compare import METRICS, table, take, with_tables
-from stickymoe.files import write_text
+from examples.olmoe.compare import METRICS, table, write_page
 
 HERE = Path(__file__).parent
 PROMPT = "What is HTML? Answer in one sentence."
@@ -39,17 +37,5 @@ def tables(records: Path) -> str:
     return "\n\n".join([about, table(headings, rows), f"Greedy answers to “{PROMPT}”:", "\n".join(answers)])
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write the tables of README.md.")
-    parser.add_argument("--take", type=Path, help="folder of models whose records are copied to records/ first")
-    a = parser.parse_args(argv)
-    if a.take is not None:
-        take(a.take, HERE / "records")
-    made = tables(HERE / "records")
-    page = HERE / "README.md"
-    write_text(page, with_tables(page.read_text(encoding="utf-8"), made))
-    print(made)
-
-
 if __name__ == "__main__":
-    main()
+    write_page(HERE, tables)

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-pytest.importorskip("transformers")
 from examples.olmoe import compare
 from examples.smollm2 import compare as smollm2
 

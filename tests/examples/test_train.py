@@ -8,8 +8,6 @@ import json
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from examples.common import Rows, last_checkpoint

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stickymoe.cli.parsing import Parser, make_parser, names
-from stickymoe.cli.printing import print_lines
+from stickymoe.cli.printing import print_lines, write_json
 from stickymoe.errors import StickyError
 from stickymoe.runs.adaptation import AdaptConfig
 
@@ -132,7 +131,7 @@ def reroute_command(argv: list[str]) -> None:
         )
     values = [row.as_dict() for row in found]
     if args.json is not None:
-        _write_json(args.json, {"model": loaded.name, "slots": slots, "policy": args.policy, "rows": values})
+        write_json(args.json, {"model": loaded.name, "slots": slots, "policy": args.policy, "rows": values})
     if args.figure is not None:
         save_figure(values, args.figure)
     tokens = sum(len(row) for row in rows)
@@ -143,13 +142,6 @@ def _twice_k(loaded: Loaded) -> int:
     config = loaded.model.config.get_text_config()
     keys = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
     return 2 * next((int(getattr(config, key)) for key in keys if getattr(config, key, None)), 2)
-
-
-def _write_json(file: Path, value: Any) -> None:
-    try:
-        file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as e:
-        raise StickyError(f"{file} cannot be written ({e.strerror}).") from e
 
 
 def adapt_command(argv: list[str]) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stickymoe.cli.parsing import capacities, make_parser, names, require_outside_runs
-from stickymoe.cli.printing import print_lines
+from stickymoe.cli.printing import print_lines, write_json
 from stickymoe.errors import StickyError, unknown
 
 if TYPE_CHECKING:
@@ -107,14 +106,7 @@ def simulate_command(argv: list[str]) -> None:
         print_lines([*lines, report.star_note(found.results), report.capacity_note(found), found.verdict])
         entries.append(entry)
     if args.json:
-        _write_json(args.json, entries)
-
-
-def _write_json(path: Path, entries: list[dict[str, Any]]) -> None:
-    try:
-        path.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as e:
-        raise StickyError(f"{path} cannot be written ({e.strerror}).") from e
+        write_json(args.json, entries)
 
 
 def plan_command(argv: list[str]) -> None:

@@ -1,10 +1,14 @@
-"""Output of the commands: tables of results, tables with notes, and skipped files."""
+"""Output of the commands: tables of results, tables with notes, skipped files, and JSON."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stickymoe.errors import StickyError
 
 if TYPE_CHECKING:
     from stickymoe.reports.collection import Collection
@@ -39,3 +43,10 @@ def print_lines(lines: Sequence[str | Table | None]) -> None:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         elif line is not None:
             console.print(terminal(line), highlight=False, markup=False)
+
+
+def write_json(file: Path, value: Any) -> None:
+    try:
+        file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise StickyError(f"{file} cannot be written ({e.strerror}).") from e
