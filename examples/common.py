@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 import stickymoe
 from stickymoe.files import replacing
-from stickymoe.huggingface import StickyTrainer
+from stickymoe.huggingface.trainer import SaveAndStop, StickyTrainer, last_checkpoint
 from stickymoe.training.stopping import stop_request
 
 
@@ -69,24 +69,9 @@ def train(
         model=model, args=arguments, train_dataset=rows, optimizers=(optimiser, None), variant=variant
     )
     with stop_request() as stop:
-        trainer.add_callback(_SaveAndStop(stop))
+        trainer.add_callback(SaveAndStop(stop))
         trainer.train(resume_from_checkpoint=last_checkpoint(Path(arguments.output_dir)))
         finished = trainer.state.global_step >= arguments.max_steps
     if not finished:
         print(f"Stopped at step {trainer.state.global_step}; the same command continues from there.")
     return trainer if finished else None
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """The newest complete checkpoint: Trainer writes `trainer_state.json` last."""
-    complete = [state.parent for state in folder.glob("checkpoint-*/trainer_state.json")]
-    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
-
-
-class _SaveAndStop(TrainerCallback):
-    def __init__(self, stop: Any) -> None:
-        self.stop = stop
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.stop.is_set():
-            control.should_save = control.should_training_stop = True

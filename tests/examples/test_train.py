@@ -1,6 +1,6 @@
 """The trainings of the examples, at toy size: results, resume, and a folder that loads."""
 
-from __future__ import annotations
+from __future__ import threading
 
 import contextlib
 import json
@@ -91,10 +91,11 @@ def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-class Interrupt:
+class Interrupt(threading.Event):
     """Ctrl-C during the third step."""
 
     def __init__(self):
+        super().__init__()
         self.steps = 0
 
     def is_set(self):

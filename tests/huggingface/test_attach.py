@@ -737,3 +737,21 @@ def test_a_part_of_the_model_alone_runs_without_a_trace(model: PreTrainedModel) 
         trace = attached.trace
         model.model(input_ids=inputs["input_ids"])
         assert attached.trace is trace
+
+
+def test_a_mask_that_hides_padding_is_refused() -> None:
+    model = tiny("mixtral")
+    ids = batch(model)["input_ids"]
+    square = torch.ones(*ids.shape, ids.shape[1], dtype=torch.bool).tril()[:, None]
+    with stickymoe.attach(model), pytest.raises(StickyError, match="pass a mask of two dimensions"):
+        model(input_ids=ids, attention_mask=square)
+
+
+def test_terms_keep_their_gradient_when_they_are_first_read_without() -> None:
+    model = tiny("mixtral")
+    ids = batch(model)["input_ids"]
+    with stickymoe.attach(model, "soft") as attached:
+        model(input_ids=ids)
+        with torch.no_grad():
+            assert attached.terms["cons"] > 0
+        assert attached.total.requires_grad

@@ -13,7 +13,8 @@ import stickymoe
 from checkpoints import TEXT, byte_tokenizer, write_checkpoint
 from stickymoe.cli import main
 from stickymoe.errors import StickyError
-from stickymoe.huggingface.adapt import _AdaptTrainer, terms_of
+from stickymoe.huggingface.adapt import _AdaptTrainer, adapt, terms_of
+from stickymoe.huggingface.reroute import strengths
 from stickymoe.huggingface.text import load_model, padded, score_text, token_chunks
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.streams import Access
@@ -125,6 +126,15 @@ def test_an_interrupted_profile_leaves_no_trace(place, monkeypatch):
     assert not (place / "half").exists()
 
 
+def test_a_folder_with_files_is_left_alone(run, place):
+    (place / "mine").mkdir()
+    (place / "mine" / "notes.txt").write_text("keep me")
+    code, _, err = run("profile", "model", "--text", "text.txt", "--out", "mine")
+    assert code == 2
+    assert "mine is not empty" in err
+    assert (place / "mine" / "notes.txt").read_text() == "keep me"
+
+
 # reroute
 
 
@@ -217,6 +227,23 @@ def test_work_with_other_settings_is_not_resumed(run, place, monkeypatch):
     assert "unfinished work with other settings" in err
 
 
+def test_a_half_precision_checkpoint_is_trained_in_fp32_and_saved_as_it_was(run, place):
+    model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.bfloat16)
+    model.save_pretrained(place / "half-model")
+    byte_tokenizer().save_pretrained(place / "half-model")
+    argv = adapt_argv("adapted-half")
+    assert run("adapt", "half-model", *argv[2:])[0] == 0
+    saved = load_file(place / "adapted-half" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    with pytest.raises(StickyError, match="in which updates round away"):
+        adapt(load_model(str(place / "half-model")), place / "no", AdaptConfig(), [], [], slots=2)
+
+
+def test_strengths_of_max_rank_follow_the_sizes_of_the_model():
+    assert strengths("max_rank", 2, 6) == [3.0, 4.0, 6.0]
+    assert strengths("max_rank", 8, 128) == [12.0, 16.0, 24.0, 32.0]
+
+
 # Bad input
 
 
@@ -235,7 +262,7 @@ def test_work_with_other_settings_is_not_resumed(run, place, monkeypatch):
         (("profile", "model", "--text", "text.txt", "--generate", "-1"), "--generate: got -1"),
         (("profile", "model", "--text", "text.txt", "--seq_len", "1"), "seq_len: got 1"),
         (("profile", "model", "--text", "text.txt", "--dtype", "int3"), "dtype: got 'int3'"),
-        (("profile", "model", "--text", "text.txt", "--out", "taken"), "taken has a trace already"),
+        (("profile", "model", "--text", "text.txt", "--out", "taken"), "taken is not empty"),
         (("reroute", "model", "--text", "text.txt", "--rules", "tau"), "Unknown rule 'tau'"),
         (
             ("reroute", "model", "--text", "text.txt", "--policy", "belady", "--tokens", "64"),

@@ -422,7 +422,7 @@ def test_a_cache_filled_without_the_rule_is_refused(model: PreTrainedModel) -> N
         own = DynamicCache(config=model.config)
         model(input_ids=ids, past_key_values=own)
     model(input_ids=ids[:, :1], past_key_values=own)  # one token passes by the rule
-    with stickymoe.attach(model, "hysteresis"), pytest.raises(StickyError, match=r"holds 7 tokens, .* has seen 6"):
+    with stickymoe.attach(model, "hysteresis"), pytest.raises(StickyError, match=r"holds 7 tokens, .* has seen 0"):
         model(input_ids=ids[:, :1], past_key_values=own)
 
 
@@ -655,3 +655,16 @@ def test_training_after_inference_mode(rule: stickymoe.variants.Variant) -> None
         found = gradients(model, model(**inputs).loss)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def test_a_cache_of_another_rule_is_refused() -> None:
+    model = tiny("mixtral")
+    ids = batch(model)["input_ids"]
+    with torch.no_grad():
+        with stickymoe.attach(model, "hysteresis"):
+            past = model(input_ids=ids, use_cache=True).past_key_values
+        with (
+            stickymoe.attach(model, "hysteresis", bonus=2.0),
+            pytest.raises(StickyError, match="start with an empty cache"),
+        ):
+            model(input_ids=ids[:, :1], past_key_values=past)

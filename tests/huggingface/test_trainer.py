@@ -20,6 +20,7 @@ from trl import SFTConfig
 
 import stickymoe
 from stickymoe import RoutingTrace, StickyError, StickySFTTrainer, StickyTrainer
+from stickymoe.huggingface.trainer import Statistics
 
 LR = 0.1
 # TRL and transformers announce changes of their own.
@@ -405,8 +406,8 @@ def test_sft_packing_equals_padding(model: PreTrainedModel, tokenizer: Any, tmp_
         model, sft(tmp_path, **changes), train_dataset=tokens(ids), processing_class=tokenizer, variant=soft(3.0, 0.5)
     )
     traces = []
-    original = trainer._keep_trace
-    trainer._keep_trace = lambda trace, inputs: (traces.append(trace), original(trace, inputs))  # type: ignore[method-assign]
+    add = trainer._statistics["train"].add
+    trainer._statistics["train"].add = lambda trace, terms: (traces.append(trace), add(trace, terms))
     trainer.train()
     assert traces[0].mask.shape[0] == 1
     assert int(traces[0].doc.max()) == 7
@@ -476,3 +477,35 @@ def test_sft_with_lora_and_a_rule(model: PreTrainedModel, tokenizer: Any, tmp_pa
         if "modules_to_save" in name:
             layer = name.split("layers.")[1].split(".")[0]
             assert not torch.equal(parameter, before[f"model.layers.{layer}.mlp.gate.weight"])
+
+
+def test_statistics_of_packed_and_plain_batches_go_together() -> None:
+    g = torch.full((1, 1, 4, 3), 1 / 3)
+    S = torch.tensor([[[[0], [0], [1], [1]]]])
+    statistics = Statistics()
+    for doc in (None, torch.tensor([[0, 0, 1, 1]])):
+        statistics.add(RoutingTrace.from_choice(g, S, torch.ones(1, 1, 4, 1), doc=doc), {})
+    assert statistics.summary([2])["switch_rate"] == pytest.approx(1 / 5)  # of three pairs and two, one switches
+
+
+def test_the_best_model_is_loaded_with_its_experts(tmp_path: Path) -> None:
+    model = tiny("mixtral")
+    data = [{"input_ids": row, "labels": row} for row in rows()]
+    args = TrainingArguments(
+        str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        learning_rate=5.0,  # the first evaluation is the best
+        optim="sgd",
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        load_best_model_at_end=True,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = StickyTrainer(model, args, train_dataset=data, eval_dataset=data, variant="soft")
+    trainer.train()
+    best = type(model).from_pretrained(trainer.state.best_model_checkpoint)
+    assert_weights(model, dict(best.named_parameters()))

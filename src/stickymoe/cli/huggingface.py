@@ -29,8 +29,11 @@ def _checkpoint_parser(command: str, description: str) -> Parser:
     parser.add_argument("--text", type=Path, required=True, metavar="PATH", help="text file, or folder of text files")
     parser.add_argument("--seq_len", type=int, default=256, metavar="T", help="tokens of a row (default 256)")
     parser.add_argument("--batch_size", type=int, default=4, metavar="B", help="rows of a batch (default 4)")
-    parser.add_argument("--dtype", default="auto", metavar="TYPE", help="auto, fp32, bf16 or fp16 (default auto)")
     return parser
+
+
+def _add_dtype(parser: Parser) -> None:
+    parser.add_argument("--dtype", default="auto", metavar="TYPE", help="auto, fp32, bf16 or fp16 (default auto)")
 
 
 def _load(args: argparse.Namespace, most: int | None) -> tuple[Loaded, list[Tensor]]:
@@ -69,6 +72,7 @@ def _progress(title: str, tokens: int) -> Iterator[Callable[[int], None]]:
 
 def profile_command(argv: list[str]) -> None:
     parser = _checkpoint_parser("profile", "Record how a checkpoint routes a text; simulate and plan take the result.")
+    _add_dtype(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="new trace folder (default traces/MODEL)")
     parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="tokens to read (default 16384)")
     parser.add_argument(
@@ -102,6 +106,7 @@ def reroute_command(argv: list[str]) -> None:
     parser = _checkpoint_parser(
         "reroute", "Show what rules that prefer resident experts cost in perplexity and save in loads."
     )
+    _add_dtype(parser)
     parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="tokens to read (default 8192)")
     parser.add_argument(
         "--slots", type=int, metavar="C", help="cache slots per layer (default: twice the experts of a token)"
@@ -117,14 +122,14 @@ def reroute_command(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     from stickymoe.huggingface.reroute import RULES, strengths, sweep_rules
+    from stickymoe.huggingface.text import sizes_of
     from stickymoe.reports.rerouting import rules_table, save_figure
 
     loaded, rows = _load(args, args.tokens)
     rules = names(args.rules) if args.rules else list(RULES)
-    slots = _twice_k(loaded) if args.slots is None else args.slots
-    if slots < 1:
-        raise StickyError(f"--slots: got {slots}, expected a whole number ≥ 1.")
-    runs = 1 + sum(len(strengths(loaded, rule)) for rule in rules if rule in RULES)
+    sizes = sizes_of(loaded, rows)
+    slots = _slots(args.slots, sizes[0])
+    runs = 1 + sum(len(strengths(rule, *sizes)) for rule in rules if rule in RULES)
     with _progress(f"reroute {loaded.name}", runs * sum(len(row) for row in rows)) as progress:
         found = sweep_rules(
             loaded, rows, slots=slots, rules=rules, policy=args.policy, batch_size=args.batch_size, progress=progress
@@ -138,10 +143,12 @@ def reroute_command(argv: list[str]) -> None:
     print_lines([f"{loaded.name}: {args.policy}, {slots} slots per layer, {tokens} tokens", rules_table(values)])
 
 
-def _twice_k(loaded: Loaded) -> int:
-    config = loaded.model.config.get_text_config()
-    keys = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
-    return 2 * next((int(getattr(config, key)) for key in keys if getattr(config, key, None)), 2)
+def _slots(asked: int | None, top_k: int) -> int:
+    """Cache slots per layer: as asked, or twice the experts of a token."""
+    slots = 2 * top_k if asked is None else asked
+    if slots < 1:
+        raise StickyError(f"--slots: got {slots}, expected a whole number ≥ 1.")
+    return slots
 
 
 def adapt_command(argv: list[str]) -> None:
@@ -169,16 +176,19 @@ def adapt_command(argv: list[str]) -> None:
         default = _adapt_default(name)
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default {default})")
     parser.add_argument("--slots", type=int, metavar="C", help="cache slots per layer that misses are counted for")
-    parser.add_argument("--held_out", type=Path, metavar="PATH", help="text to measure on (default: the end of --text)")
+    parser.add_argument(
+        "--held_out", type=Path, metavar="PATH", help="text to measure on (default: what follows in --text)"
+    )
     parser.add_argument(
         "--held_out_tokens", type=int, default=8192, metavar="N", help="tokens to measure on (default 8192)"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress display")
     args = parser.parse_args(argv)
+    args.dtype = "fp32"  # in half precision, small updates round away
 
     from stickymoe.errors import DataError, RunError
     from stickymoe.huggingface.adapt import adapt
-    from stickymoe.huggingface.text import token_chunks
+    from stickymoe.huggingface.text import sizes_of, token_chunks
     from stickymoe.reports.rerouting import adapted_table
 
     if args.out.exists():
@@ -197,9 +207,7 @@ def adapt_command(argv: list[str]) -> None:
             f"{args.text} is too short: {args.held_out_tokens} tokens are held out and nothing is left to train on; "
             "lower --held_out_tokens, or pass --held_out."
         )
-    slots = _twice_k(loaded) if args.slots is None else args.slots
-    if slots < 1:
-        raise StickyError(f"--slots: got {slots}, expected a whole number ≥ 1.")
+    slots = _slots(args.slots, sizes_of(loaded, rows)[0])
     found = adapt(loaded, args.out, config, rows, held_out, slots=slots, quiet=args.quiet)
     before, after = (dataclasses.asdict(found[name]) for name in ("before", "after"))
     tokens = sum(len(row) for row in held_out)

@@ -1,4 +1,4 @@
-"""StickyMoE and transformers: objectives, measurements and rules on any MoE checkpoint, and our models as theirs.
+"""StickyMoE and transformers: objectives, measurements and rules on MoE checkpoints, and our models as theirs.
 
 Importing this package registers our models with the Auto classes of transformers.
 """

@@ -6,11 +6,12 @@ when everything is done.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from stickymoe import files
 from stickymoe.errors import ConfigError, InterruptedRunError, RunError
@@ -26,8 +27,9 @@ from stickymoe.huggingface.attached import attach
 from stickymoe.huggingface.gates import find_gates
 from stickymoe.huggingface.inputs import NO_TARGET
 from stickymoe.huggingface.reroute import row_of
+from stickymoe.huggingface.rules import SELECTION_BIASES
 from stickymoe.huggingface.text import Loaded, Progress, Scored, padded, score_text
-from stickymoe.huggingface.trainer import StickyTrainer
+from stickymoe.huggingface.trainer import SaveAndStop, StickyTrainer, last_checkpoint
 from stickymoe.locality import metrics
 from stickymoe.reading import read_json
 from stickymoe.routing import losses
@@ -111,33 +113,39 @@ def adapt(
     """
     if out.exists():
         raise RunError(f"{out} exists: choose another folder, or delete it first.")
+    if loaded.model.dtype != torch.float32:
+        raise ConfigError(f"adapt: got a model in {loaded.model.dtype}, in which updates round away; load it in fp32.")
     work = out.with_name(f".{out.name}.adapting")
-    resumes = _open_work(work, loaded.name, config)
+    settings = {"model": loaded.path, "slots": slots, "train_rows": _digest(train_rows), "held_out": _digest(held_out)}
+    settings |= asdict(config)
+    _open_work(work, settings)
     before = _measured_once(work / "before.json", loaded, held_out, slots)
-    trained = _train(loaded, work, config, train_rows, resumes=resumes, quiet=quiet)
+    trained = _train(loaded, work, config, train_rows, quiet=quiet)
     trained.train(False)
-    adapted = Loaded(loaded.name, trained, loaded.tokenizer)
+    adapted = replace(loaded, model=trained)
     after = measure_model(adapted, held_out, slots)
-    _publish(adapted, work, out, {"before": before, "after": after}, config, slots)
+    _publish(adapted, work, out, {"before": before, "after": after}, settings)
     return {"before": before, "after": after}
 
 
-def _open_work(work: Path, name: str, config: AdaptConfig) -> bool:
-    """Create the folder of unfinished work; True if there is work of the same settings to resume."""
-    settings = {"model": name, **asdict(config)}
+def _digest(rows: list[Int[Tensor, " _"]]) -> str:
+    """Identifies a text by its tokens."""
+    content = b"".join(row.numpy().tobytes() for row in rows)
+    return f"{len(rows)} rows, {hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def _open_work(work: Path, settings: dict[str, Any]) -> None:
+    """Create the folder of unfinished work; one of other settings is refused."""
     file = work / "settings.json"
     if file.is_file():
         if read_json(file, RunError) != settings:
-            raise RunError(
-                f"{work} is unfinished work with other settings: delete it, or use those settings to resume."
-            )
-        return any(work.glob("checkpoint-*"))
+            raise RunError(f"{work} is unfinished work with other settings: delete it, or resume with its settings.")
+        return
     try:
         work.mkdir(parents=True, exist_ok=True)
         files.write_text(file, json.dumps(settings, indent=1) + "\n")
     except OSError as e:
         raise RunError(f"{work} cannot be written ({e.strerror or e}).") from e
-    return False
 
 
 def _measured_once(file: Path, loaded: Loaded, rows: list[Int[Tensor, " _"]], slots: int) -> Measured:
@@ -167,7 +175,7 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _train(
-    loaded: Loaded, work: Path, config: AdaptConfig, rows: list[Int[Tensor, " _"]], *, resumes: bool, quiet: bool
+    loaded: Loaded, work: Path, config: AdaptConfig, rows: list[Int[Tensor, " _"]], *, quiet: bool
 ) -> PreTrainedModel:
     model = _trainable(loaded.model, config)
     arguments = TrainingArguments(
@@ -189,8 +197,8 @@ def _train(
         model=model, args=arguments, train_dataset=_Rows(rows), data_collator=collate, settings=config
     )
     with stop_request() as stop:
-        trainer.add_callback(_StopCallback(stop))
-        trainer.train(resume_from_checkpoint=resumes)
+        trainer.add_callback(SaveAndStop(stop))
+        trainer.train(resume_from_checkpoint=last_checkpoint(work))
     if trainer.state.global_step < config.steps:
         raise InterruptedRunError(
             f"Stopped at step {trainer.state.global_step} of {config.steps}, saved. Repeat the same command to resume."
@@ -209,7 +217,7 @@ def _trainable(model: PreTrainedModel, config: AdaptConfig) -> nn.Module:
         return _with_lora(model, [gate.name for gate in gates])
     for gate in gates:
         for name, p in gate.module.named_parameters():
-            p.requires_grad_("bias" not in name or name == "bias")  # a selection bias is not trained by gradients
+            p.requires_grad_(name.rpartition(".")[2] not in SELECTION_BIASES)  # no gradient reaches them
     return model
 
 
@@ -234,9 +242,9 @@ class _AdaptTrainer(StickyTrainer):
         self.settings = settings
         self._frozen: dict[str, Tensor] | None = None
         if settings.needs_reference:
-            self._frozen = {name: p.detach().clone() for name, p in self._gate_parameters()}
+            self._frozen = {name: p.detach().clone() for name, p in self._trained_parameters()}
 
-    def _gate_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     @contextmanager
@@ -249,7 +257,7 @@ class _AdaptTrainer(StickyTrainer):
         if self._frozen is None or not model.training:
             return LossContext()
         assert self.attached is not None
-        trained = {name: p.detach().clone() for name, p in self._gate_parameters()}
+        trained = {name: p.detach().clone() for name, p in self._trained_parameters()}
         terms, self.attached.terms_of_loss = self.attached.terms_of_loss, ()
         try:
             self._set(self._frozen)
@@ -262,35 +270,19 @@ class _AdaptTrainer(StickyTrainer):
 
     @torch.no_grad()
     def _set(self, values: dict[str, Tensor]) -> None:
-        for name, p in self._gate_parameters():
+        for name, p in self._trained_parameters():
             p.copy_(values[name])
 
 
-class _StopCallback(TrainerCallback):
-    """Saves and stops after Ctrl-C."""
-
-    def __init__(self, stop: Any) -> None:
-        self.stop = stop
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        if self.stop.is_set():
-            control.should_save = control.should_training_stop = True
-        return control
-
-
-def _publish(
-    loaded: Loaded, work: Path, out: Path, found: dict[str, Measured], config: AdaptConfig, slots: int
-) -> None:
-    """Write the result beside `out` and rename it, then delete the work."""
+def _publish(loaded: Loaded, work: Path, out: Path, found: dict[str, Measured], settings: dict[str, Any]) -> None:
+    """Write the result, in the precision of the original, and rename it to `out`; then delete the work."""
     temporary = work / "result"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
+        nn.Module.to(loaded.model, loaded.dtype)
         loaded.model.save_pretrained(temporary)
         loaded.tokenizer.save_pretrained(temporary)
-        record = {"model": loaded.name, "settings": asdict(config), "slots": slots}
-        record |= {name: asdict(value) for name, value in found.items()}
+        record = {"settings": settings} | {name: asdict(value) for name, value in found.items()}
         files.write_text(temporary / "adapt.json", json.dumps(record, indent=1) + "\n")
         files.publish_folder(temporary, out)
         shutil.rmtree(work)

@@ -99,11 +99,13 @@ class _Result:
 
     @cached_property
     def objective(self) -> Objective:
-        return objective(self.trace, self.terms, self.context, self.progress)
+        with torch.set_grad_enabled(self.trace.g.requires_grad):  # whatever the caller's mode is
+            return objective(self.trace, self.terms, self.context, self.progress)
 
 
 class Attached:
-    """A model with hooks on its gates. `trace`, `terms` and `loss` are those of this thread's last forward pass.
+    """A model with hooks on its gates. `trace`, `terms` and `loss` are those of the last forward pass: of this thread,
+    or of any thread if this one had none.
 
     progress: fraction of training that has passed, for terms with a warm-up and rules that are annealed
     adds_terms: whether the terms are added to the loss of the model
@@ -184,6 +186,7 @@ class Attached:
             if self._own_generate is not None:
                 self.model.__dict__["generate"] = self._own_generate
             _attached.discard(self.model)
+            self._latest_forward = self._local.last = None
             _forget_compiled_code()
         self._handles = []
 
@@ -212,7 +215,7 @@ class Attached:
         inputs = Inputs.of(self.model, args, kwargs, getattr(self._local, "prompt_mask", None))
         forward = _Forward(inputs, torch.is_grad_enabled(), None)
         if self._has_rule:
-            forward.memory = memory_of(inputs.past, inputs.past_length, len(inputs.mask))
+            forward.memory = memory_of(inputs.past, inputs.past_length, len(inputs.mask), self)
             forward.memory.require_continued(inputs.mask.cpu())
             before = forward.memory.seen.to(inputs.mask.device)[:, None]
             forward.position = token_positions(inputs.mask, inputs.doc) + torch.where(inputs.mask, before, 0)
@@ -339,6 +342,7 @@ class Attached:
         states: dict[str, RouterState] = {name: routing.state for name, routing in forward.routed.items()}
         past = inputs.past if inputs.past is not None else getattr(output, "past_key_values", None)
         memory.add(step, states)
+        forward.readings, forward.routed = {}, {}  # a recomputation needs the step alone
         remember(past, memory)
 
     def _with_terms(self, result: _Result, output: Any) -> Any:
@@ -409,8 +413,11 @@ class _Generate:
         pad = kwargs.get("pad_token_id", config.pad_token_id)
         eos = kwargs.get("eos_token_id", config.eos_token_id)
         ends = eos if isinstance(eos, list) else [eos]
-        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or pad is None or pad in ends:
-            return None
+        if not isinstance(ids, Tensor):
+            embeds = kwargs.get("inputs_embeds")
+            return None if embeds is None else torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+        if ids.ndim != 2 or ids.is_floating_point() or pad is None or pad in ends:
+            return torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
         return ids.ne(pad)
 
 

@@ -46,6 +46,10 @@ class Inputs:
         shape = (like.shape[0], like.shape[1])
         past: Any = given.get("past_key_values")
         length = int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
+        if given.get("position_ids") is None and given.get("cu_seq_lens_q") is not None:
+            raise ConfigError(
+                "attach: got cu_seq_lens_q without position_ids, which say where documents begin; pass both."
+            )
         mask = _mask(given.get("attention_mask"), prompt_mask, shape, length, like.device)
         labels = given.get("labels")
         return cls(
@@ -70,6 +74,11 @@ def _mask(given: Any, prompt_mask: Tensor | None, shape: tuple[int, int], past: 
     """Real tokens among the T of this pass."""
     B, T = shape
     if not isinstance(given, Tensor) or given.ndim != 2:  # none, or already expanded to four dimensions
+        if given is not None and prompt_mask is None:
+            raise ConfigError(
+                "attach: got an attention mask that is not [rows, tokens], in which padding cannot be found; pass a "
+                "mask of two dimensions, and position_ids for packed documents."
+            )
         given = prompt_mask
     if given is None:
         return torch.ones(shape, dtype=torch.bool, device=device)

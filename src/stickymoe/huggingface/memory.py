@@ -70,6 +70,7 @@ class RouterMemory:
 
     length: int
     seen: Int[Tensor, " B"]
+    owner: Any = None  # whose rules these are
     states: dict[str, RouterState] = field(default_factory=dict)
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     padded: Bool[Tensor, ...] = field(default_factory=lambda: torch.zeros((), dtype=torch.bool))  # rows that end so
@@ -106,8 +107,8 @@ class RouterMemory:
         while self.length > length and self.steps:
             step = self.steps.pop()
             self.length, self.seen, self.states = step.start, step.seen, step.states
-            if self.steps:
-                self.padded = ~self.steps[-1].mask[:, -1] & (self.seen > 0)
+            before = self.steps[-1].mask[:, -1] if self.steps else torch.ones((), dtype=torch.bool)
+            self.padded = ~before & (self.seen > 0)
             if step.start < length:
                 self.add(step, step.crop(length - step.start))
 
@@ -149,13 +150,13 @@ def _remembering(cls: type) -> type:
     return type(cls.__name__, (_Remembering, cls), {})
 
 
-def memory_of(past: Any, length: int, batch: int) -> RouterMemory:
+def memory_of(past: Any, length: int, batch: int, owner: Any) -> RouterMemory:
     """The state that a KV cache holds; refused if it was filled without the rule."""
     memory: RouterMemory | None = getattr(past, "router_memory", None)
     if memory is None and length == 0:
-        return RouterMemory(0, torch.zeros(batch, dtype=torch.long))
-    if memory is None or memory.length != length:
-        known = 0 if memory is None else memory.length
+        return RouterMemory(0, torch.zeros(batch, dtype=torch.long), owner)
+    if memory is None or memory.length != length or memory.owner is not owner:
+        known = 0 if memory is None or memory.owner is not owner else memory.length
         raise ConfigError(
             f"attach: the KV cache holds {length} tokens, but the routing rule has seen {known} of them; start with an "
             "empty cache after attaching."

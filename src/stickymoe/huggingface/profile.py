@@ -43,8 +43,8 @@ def profile(
 
     An unfinished profile leaves no table that could be mistaken for a whole one.
     """
-    if (out / "header.json").exists():
-        raise DataError(f"{out} has a trace already: choose another folder.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} is not empty: expected a new folder; choose another one.")
     try:
         with attach(loaded.model) as attached:
             if not generate:
@@ -52,8 +52,7 @@ def profile(
                 return Profile(scored.table, scored.ppl)
             return Profile(_generated(attached, rows, out, generate, batch_size, progress), None)
     except BaseException:
-        if out.exists() and not (out / "header.json").exists():
-            shutil.rmtree(out)
+        shutil.rmtree(out, ignore_errors=True)  # it was new
         raise
 
 

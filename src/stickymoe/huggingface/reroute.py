@@ -11,15 +11,15 @@ from torch import Tensor
 
 from stickymoe.errors import ConfigError, unknown
 from stickymoe.huggingface.attached import attach
-from stickymoe.huggingface.text import Loaded, Progress, Scored, score_text
+from stickymoe.huggingface.text import Loaded, Progress, Scored, score_text, sizes_of
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.streams import Access
 from stickymoe.variants import variant as make_variant
 
-# Each rule with the name of its strength, and the strengths that are tried by default.
+# Each rule with the name of its strength, and the strengths that are tried. Those of max_rank are multiples of k.
 RULES: dict[str, tuple[str, tuple[float, ...]]] = {
     "cache_prior": ("strength", (0.1, 0.2, 0.5, 1.0)),
-    "max_rank": ("depth", (3.0, 4.0, 6.0, 8.0)),
+    "max_rank": ("depth", (1.5, 2.0, 3.0, 4.0)),
     "tau_reroute": ("tau", (0.2, 0.4, 0.6, 0.8)),
     "drop_cold": ("share", (0.25, 0.5, 0.75, 1.0)),
 }
@@ -27,7 +27,7 @@ RULES: dict[str, tuple[str, tuple[float, ...]]] = {
 
 @dataclass(frozen=True)
 class RerouteRow:
-    """One rule at one strength: perplexity, and what a cache of `slots` per layer loads on a warm stream."""
+    """One rule at one strength: perplexity, and what a cache loads that is empty at the start of every row."""
 
     rule: str
     strength: float | None
@@ -54,19 +54,20 @@ def sweep_rules(
     for rule in rules:
         if rule not in RULES:
             raise ConfigError(unknown("rule", rule, RULES))
+    sizes = sizes_of(loaded, rows)
     found = [_evaluate(loaded, rows, None, None, slots, policy, batch_size, progress)]
     for rule in rules:
-        for strength in strengths(loaded, rule):
+        for strength in strengths(rule, *sizes):
             found.append(_evaluate(loaded, rows, rule, strength, slots, policy, batch_size, progress))
     return found
 
 
-def strengths(loaded: Loaded, rule: str) -> list[float]:
-    """The strengths of a rule that make a difference for this model."""
+def strengths(rule: str, top_k: int, n_experts: int) -> list[float]:
+    """The strengths that are tried for a model of these sizes."""
     name, values = RULES[rule]
-    config = loaded.model.config.get_text_config()
-    N = next((getattr(config, key) for key in ("num_local_experts", "num_experts") if hasattr(config, key)), None)
-    return [value for value in values if name != "depth" or N is None or value <= N]
+    if name == "depth":
+        values = tuple(float(min(int(value * top_k + 0.5), n_experts)) for value in values)
+    return sorted(set(values))
 
 
 def _evaluate(

@@ -24,7 +24,7 @@ from stickymoe.routing.rules import ChoiceInput, RouterInput, RouterState, Routi
 from stickymoe.variants import Site, Variant
 from stickymoe.variants.compose import Combined
 
-_BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
+SELECTION_BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
 _AGREEMENT = 0.98  # of the tokens; rounding in half precision makes near ties differ
 
 
@@ -149,7 +149,7 @@ def _first(holders: list[nn.Module], *names: str) -> Any:
 def _bias(gate: Gate) -> Tensor | None:
     """The selection bias of a gate, on itself, on its statistics or on its block."""
     holders = [gate.inner, getattr(gate.inner, "moe_statics", gate.inner), gate.block]
-    found = _first(holders, *_BIASES)
+    found = _first(holders, *SELECTION_BIASES)
     return None if found is None else found.detach().float().flatten()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from stickymoe.errors import ConfigError, DataError, require
-from stickymoe.huggingface.attached import Attached
+from stickymoe.huggingface.attached import Attached, attach
 from stickymoe.huggingface.gates import expert_bytes, find_gates, other_bytes
 from stickymoe.huggingface.inputs import NO_TARGET
 from stickymoe.locality.recorder import Recorder
@@ -33,11 +33,13 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, and its tokenizer."""
+    """A model in evaluation mode, on the GPU if there is one, and its tokenizer."""
 
     name: str
+    path: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype  # in which the weights are saved
 
 
 def load_model(name: str, dtype: str = "auto") -> Loaded:
@@ -55,7 +57,10 @@ def load_model(name: str, dtype: str = "auto") -> Loaded:
     except (OSError, ValueError, KeyError, ImportError) as e:
         raise ConfigError(f"{name} cannot be loaded as a transformers model with tokenizer ({reason(e)}).") from e
     model.train(False)
-    return Loaded(folder.name if folder.exists() else name, model, tokenizer)
+    torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
+    path = str(folder.resolve()) if folder.exists() else name
+    saved = getattr(config, "dtype", None)
+    return Loaded(Path(path).name, path, model, tokenizer, saved if isinstance(saved, torch.dtype) else model.dtype)
 
 
 def token_chunks(
@@ -71,7 +76,7 @@ def token_chunks(
         waiting: list[int] = []
         for piece in _pieces(file):
             waiting += tokenizer(piece, add_special_tokens=False)["input_ids"]
-            while len(waiting) >= length and left > 0:
+            while len(waiting) >= length and left >= 2:
                 row, waiting = waiting[:length], waiting[length:]
                 yield torch.tensor(row[: int(min(left, length))])
                 left -= length
@@ -165,3 +170,11 @@ def padded(rows: list[Int[Tensor, " _"]]) -> tuple[Int[Tensor, "B T"], Tensor]:
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
     return ids, torch.arange(ids.shape[1]) < lengths[:, None]
+
+
+def sizes_of(loaded: Loaded, rows: list[Int[Tensor, " _"]]) -> tuple[int, int]:
+    """The experts of a token and of a layer, from the routes of a few tokens."""
+    with attach(loaded.model) as attached, torch.no_grad():
+        loaded.model(input_ids=rows[0][None, :4].to(loaded.model.device))
+        table = attached.trace.table()
+    return table.top_k, table.n_experts

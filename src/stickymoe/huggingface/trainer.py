@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stickymoe.errors import ConfigError
 from stickymoe.huggingface.attached import Attached, attach
 from stickymoe.huggingface.gates import find_model
-from stickymoe.huggingface.inputs import Inputs, label_fraction
+from stickymoe.huggingface.inputs import label_fraction
 from stickymoe.locality import metrics
 from stickymoe.locality.recorder import Recorder
 from stickymoe.locality.table import RouteTable
@@ -45,7 +48,8 @@ class StickyTrainerMixin(_Base):
     Terms count while the model trains; `eval_loss` stays free of them, so it can be compared between variants. Terms
     scale with the labels of a micro-batch, so accumulation over micro-batches equals one large batch. Log entries:
     routing_TERM for every term, routing_switch_rate, routing_hit_rate_cC, routing_gate_entropy,
-    routing_effective_experts and routing_neglected_experts; in evaluations with the prefix eval_.
+    routing_effective_experts and routing_neglected_experts; in evaluations with the prefix of the evaluation. With
+    several processes, the statistics are those of the first.
     """
 
     attached: Attached | None = None
@@ -57,12 +61,13 @@ class StickyTrainerMixin(_Base):
         self.variant = make_variant(variant) if isinstance(variant, str) else variant
         self.cache_slots = cache_slots
         self._statistics = {"train": Statistics(), "eval": Statistics()}
-        self._of_step: list[RoutingTrace] = []
         super().__init__(*args, **kwargs)
         if self.model_init is not None:
             raise ConfigError(
                 "StickyTrainer: model_init is not supported, because it replaces the model; pass model=…."
             )
+        if self.variant is not None:
+            self._switch_off_balance_loss()
         config = getattr(self.model, "config", None)
         if self.variant is not None and getattr(config, "output_router_logits", False):
             logging.getLogger(__name__).warning(
@@ -70,27 +75,47 @@ class StickyTrainerMixin(_Base):
                 "variant's alone"
             )
 
+    def _switch_off_balance_loss(self) -> None:
+        """Switch off the family's balance loss that TRL's trainers add, unless its weight was set."""
+        if hasattr(self, "aux_loss_enabled") and getattr(self.args, "router_aux_loss_coef", 0.0) is None:
+            self.router_aux_loss_coef, self.aux_loss_enabled = 0.0, False
+            config = find_model(self.model).config.get_text_config()
+            if hasattr(config, "output_router_logits"):
+                config.output_router_logits = False
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self._attached_model():
             return super().train(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self._statistics["eval"] = Statistics()
         with self._attached_model():
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
+        self._statistics["eval"] = Statistics()
         with self._attached_model():
             return super().predict(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # Trainer reads the file as it is, in which experts have other names, and leaves out what does not match
         # (huggingface/transformers#43701): experts would start again. `from_pretrained` renames them.
-        plain = isinstance(self.model, PreTrainedModel) and model is None
-        if not plain or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if not self._is_plain or model is not None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
         self.model.load_state_dict(saved.state_dict())
+
+    def _load_best_model(self) -> None:
+        if self._is_plain and self.state.best_model_checkpoint is not None:
+            self._load_from_checkpoint(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the model is a transformers model in one piece, without adapters."""
+        return isinstance(self.model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     @contextlib.contextmanager
     def _attached_model(self) -> Iterator[Attached]:
@@ -100,15 +125,11 @@ class StickyTrainerMixin(_Base):
             return
         with attach(self.model, self.variant) as attached:
             attached.adds_terms = False
-            attached.on_trace = self._keep_trace
             self.attached = attached
             try:
                 yield attached
             finally:
                 self.attached = None
-
-    def _keep_trace(self, trace: RoutingTrace, inputs: Inputs) -> None:
-        self._of_step.append(trace)
 
     def compute_loss(
         self,
@@ -122,50 +143,54 @@ class StickyTrainerMixin(_Base):
         with self._attached_model() as attached:
             attached.progress = self.state.global_step / max(self.state.max_steps, 1) if model.training else 1.0
             context = self.loss_context(model, inputs)
-            self._of_step = []
-            result: Any = super().compute_loss(
-                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
-            )
-            traces, self._of_step = self._of_step, []
+            traces: list[RoutingTrace] = []
+            attached.on_trace = lambda trace, _: traces.append(trace)
+            try:
+                result: Any = super().compute_loss(
+                    model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
+                )
+            finally:
+                attached.on_trace = None
             terms, progress = attached.terms_of_loss, attached.progress
-        trace = self._trace_of(traces, model.training and bool(terms))
-        found = objective(trace, terms, context, progress) if terms else None
-        self._statistics["train" if model.training else "eval"].add(trace, {} if found is None else found.values)
-        if found is None or not model.training:
+        traces = self._traces_of(traces, model.training and bool(terms))
+        found = [objective(trace, terms, context, progress) for trace in traces] if terms else []
+        self._statistics["train" if model.training else "eval"].add(traces[-1], found[-1].values if found else {})
+        if not found or not model.training:
             return result
         loss = result[0] if return_outputs else result
-        loss = loss + (found.total * self._fraction(labels, num_items_in_batch)).to(loss)
+        total = torch.stack([part.total for part in found]).mean()
+        loss = loss + (total * self._fraction(labels, num_items_in_batch)).to(loss)
         return (loss, result[1]) if return_outputs else loss
 
     def loss_context(self, model: nn.Module, inputs: dict[str, Any]) -> LossContext:
         """What the terms need in addition to the trace."""
         return LossContext()
 
-    def _trace_of(self, traces: list[RoutingTrace], trains: bool) -> RoutingTrace:
-        """The trace of a step: the last one with gradient, since trainers may run a further pass without."""
+    def _traces_of(self, traces: list[RoutingTrace], trains: bool) -> list[RoutingTrace]:
+        """The traces of a step that count: those with gradient, since trainers may run a further pass without."""
         if not traces:
             raise ConfigError("StickyTrainer: the loss was computed without a forward pass of the attached model.")
         with_gradient = [trace for trace in traces if trace.g.requires_grad]
         if with_gradient:
-            return with_gradient[-1]
+            return with_gradient
         if trains and torch.is_grad_enabled():
             raise ConfigError(
                 "StickyTrainer: no parameter that is trained changes the gates, so the terms have no gradient; train "
                 "the gates or the layers before them."
             )
-        return traces[-1]
+        return traces[-1:]
 
     def _fraction(self, labels: tuple[Tensor | None, Tensor | None], num_items: Tensor | int | None) -> Tensor | float:
         """Labels of this micro-batch / labels of the batch, as the trainer scales its own loss."""
         fraction = label_fraction(find_model(self.model), *labels, num_items)
         average = num_items is not None and self.args.average_tokens_across_devices
-        return fraction * self.accelerator.num_processes if average else fraction
+        return fraction * (self.accelerator.num_processes // self.get_tp_size()) if average else fraction
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        mode = "eval" if any(key.startswith("eval_") for key in logs) else "train"
-        if mode == "eval" or "loss" in logs:
-            prefix = "eval_" if mode == "eval" else ""
-            found = self._statistics[mode].summary(self.cache_slots)
+        timed = [key.removesuffix("_runtime") for key in logs if key.endswith("_runtime") and key != "train_runtime"]
+        if timed or "loss" in logs:
+            found = self._statistics["eval" if timed else "train"].summary(self.cache_slots)
+            prefix = f"{timed[0]}_" if timed else ""
             logs.update({f"{prefix}routing_{name}": value for name, value in found.items()})  # evaluate returns them
         super().log(logs, *args, **kwargs)
 
@@ -183,7 +208,10 @@ class Statistics:
             values["gate_entropy"] = float(trace.gate_entropy_by_layer().mean())
         for name, value in values.items():
             self._terms.setdefault(name, []).append(value)
-        self._tables.append(trace.table())
+        table = trace.table()
+        if table.doc is None:  # packed batches may have one document a row
+            table = replace(table, doc=np.zeros(table.mask.shape, np.int32))
+        self._tables.append(table)
         while len(self._tables) > 1 and sum(table.mask.size for table in self._tables) > _MOST_TOKENS:
             self._tables.popleft()
 
@@ -214,3 +242,23 @@ def expert_statistics(table: RouteTable, slots: Sequence[int] | None = None) -> 
 
 class StickyTrainer(StickyTrainerMixin, Trainer):
     """transformers' Trainer with routing objectives and expert statistics."""
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest complete checkpoint of a Trainer, which writes `trainer_state.json` last."""
+    complete = [state.parent for state in folder.glob("checkpoint-*/trainer_state.json")]
+    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
+
+
+class SaveAndStop(TrainerCallback):
+    """Saves and stops after the step in which `stop` was set, for example by Ctrl-C."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self.stop = stop
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if self.stop.is_set():
+            control.should_save = control.should_training_stop = True
+        return control

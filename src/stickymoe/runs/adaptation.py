@@ -15,7 +15,8 @@ class AdaptConfig:
     """How a checkpoint is adapted.
 
     method: soft and soft_hard are the paper's losses; remoe is the paper's simulation of ReMoE (L_cons and L_bal);
-        remoe_full is ReMoE as published: KL to the frozen gates, reuse, KL at lags and entropy of windows, no L_bal
+        remoe_full is ReMoE as published: KL to the gates of the original model, reuse, KL at lags and entropy of
+        windows, no L_bal
     train: the gates alone, all parameters, or LoRA on attention beside the gates
     lam, alpha, window: weights of L_cons and of the anchor loss, and the window of the anchor loss
     kl, reuse, lags, entropy: weights of the terms of remoe_full, which its authors did not publish
