@@ -1,9 +1,10 @@
 """The trainings of the examples, at toy size: results, resume, and a folder that loads."""
 
-from __future__ import threading
+from __future__ import annotations
 
 import contextlib
 import json
+import threading
 
 import numpy as np
 import pytest
