@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 
 from examples.olmoe.compare import METRICS, table, write_page
+from stickymoe.reports.rerouting import rules_table
+from stickymoe.reports.tables import markdown
 
 HERE = Path(__file__).parent
 PROMPT = "What is HTML? Answer in one sentence."
@@ -34,7 +36,17 @@ def tables(records: Path) -> str:
         answers.append(f"- **{name}**: {' '.join(record['answer'].split())}")
     about = f"First {MOST_TOKENS:,} tokens of the test split."
     headings = ["model", "steps", *(heading for heading, _, _ in METRICS)]
-    return "\n\n".join([about, table(headings, rows), f"Greedy answers to “{PROMPT}”:", "\n".join(answers)])
+    parts = [about, table(headings, rows), f"Greedy answers to “{PROMPT}”:", "\n".join(answers)]
+    return "\n\n".join(parts + rules(records / "reroute" / "vanilla.json"))
+
+
+def rules(file: Path) -> list[str]:
+    """What `stickymoe reroute --json` found, if there is such a record."""
+    if not file.is_file():
+        return []
+    found = json.loads(file.read_text(encoding="utf-8"))
+    about = f"Rules without training on `{found['model']}`: {found['policy']}, {found['slots']} slots per layer."
+    return [about, markdown(rules_table(found["rows"])).strip()]
 
 
 if __name__ == "__main__":
