@@ -212,6 +212,7 @@ class Attached:
             raise ConfigError("attach: nn.DataParallel is not supported; use DistributedDataParallel.")
         if module is not self.model:
             return
+        self._local.result = self._latest = None  # the graph of the last pass is freed before the next one grows
         inputs = Inputs.of(self.model, args, kwargs, getattr(self._local, "prompt_mask", None))
         forward = _Forward(inputs, torch.is_grad_enabled(), None)
         if self._has_rule:

@@ -140,10 +140,10 @@ def score_text(
         for first in range(0, len(rows), batch_size):
             ids, mask = padded(rows[first : first + batch_size])
             ids, mask = ids.to(model.device), mask.to(model.device)
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
-            labels = torch.where(mask, ids, NO_TARGET)[:, 1:]
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            labels = torch.nn.functional.pad(torch.where(mask, ids, NO_TARGET)[:, 1:], (0, 1), value=NO_TARGET)
             loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), labels.flatten(), ignore_index=NO_TARGET, reduction="sum"
+                logits.flatten(0, 1).float(), labels.flatten(), ignore_index=NO_TARGET, reduction="sum"
             )
             nats += float(loss)
             targets += int(labels.ne(NO_TARGET).sum())
