@@ -17,6 +17,8 @@ from typing import Any
 from stickymoe.files import write_text
 from stickymoe.paper.frontier import interval
 from stickymoe.reports.collection import Value
+from stickymoe.reports.rerouting import rules_table
+from stickymoe.reports.tables import markdown
 
 HERE = Path(__file__).parent
 BASELINE = "vanilla"
@@ -99,7 +101,19 @@ def tables(records: Path) -> str:
     if not results:
         return "No records yet."
     about = f"Test split; mean ± half of the 95 % interval over seeds. Baseline: {BASELINE}."
-    return "\n\n".join([about, values_table(results), "Paired differences:", differences_table(results)])
+    parts = [about, values_table(results), "Paired differences:", differences_table(results)]
+    return "\n\n".join(parts + rules(records))
+
+
+def rules(records: Path) -> list[str]:
+    """What `stickymoe reroute --json` found, for each record in the folder `reroute`."""
+    parts = []
+    for file in sorted((records / "reroute").glob("*.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        setting = f"{found['policy']}, {found['slots']} slots per layer, cold for every row, validation split"
+        parts.append(f"Rules without training on `{found['model']}` ({setting}):")
+        parts.append(markdown(rules_table(found["rows"])).strip())
+    return parts
 
 
 def with_tables(page: str, made: str) -> str:

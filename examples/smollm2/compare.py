@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from examples.olmoe.compare import METRICS, table, write_page
-from stickymoe.reports.rerouting import rules_table
-from stickymoe.reports.tables import markdown
+from examples.olmoe.compare import METRICS, rules, table, write_page
 
 HERE = Path(__file__).parent
 PROMPT = "What is HTML? Answer in one sentence."
@@ -37,16 +35,7 @@ def tables(records: Path) -> str:
     about = f"First {MOST_TOKENS:,} tokens of the test split."
     headings = ["model", "steps", *(heading for heading, _, _ in METRICS)]
     parts = [about, table(headings, rows), f"Greedy answers to “{PROMPT}”:", "\n".join(answers)]
-    return "\n\n".join(parts + rules(records / "reroute" / "vanilla.json"))
-
-
-def rules(file: Path) -> list[str]:
-    """What `stickymoe reroute --json` found, if there is such a record."""
-    if not file.is_file():
-        return []
-    found = json.loads(file.read_text(encoding="utf-8"))
-    about = f"Rules without training on `{found['model']}`: {found['policy']}, {found['slots']} slots per layer."
-    return [about, markdown(rules_table(found["rows"])).strip()]
+    return "\n\n".join(parts + rules(records))
 
 
 if __name__ == "__main__":
