@@ -203,7 +203,7 @@ def test_without_labels_there_is_a_trace_but_no_loss(model: PreTrainedModel) -> 
     inputs = batch(model)
     labels = inputs.pop("labels")
     with stickymoe.attach(model, soft()) as attached:
-        with pytest.raises(StickyError, match="no forward pass"):
+        with pytest.raises(StickyError, match="no finished forward pass"):
             _ = attached.trace
         out = model(**inputs)
         assert out.loss is None
@@ -625,10 +625,10 @@ def test_errors_leave_the_model_clean(model: PreTrainedModel) -> None:
     assert torch.equal(model(**inputs).loss, bare)
     with stickymoe.attach(model, soft()) as attached:
         expected = model(**inputs).loss
-        trace = attached.trace
         with pytest.raises(IndexError):
             model(input_ids=torch.full((2, 4), 1000))
-        assert attached.trace is trace
+        with pytest.raises(StickyError, match="there is no finished forward pass"):
+            _ = attached.trace  # that of an earlier pass would be mistaken for this one's
         torch.testing.assert_close(model(**inputs).loss, expected)
 
 

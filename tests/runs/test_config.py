@@ -30,6 +30,7 @@ BY_TYPE: dict[type, st.SearchStrategy[Any]] = {
     float: fractions,
     int: st.integers(1, 64),
     bool: st.booleans(),
+    str: st.sampled_from(["lru", "lfu"]),  # the only text is a cache policy
 }
 
 

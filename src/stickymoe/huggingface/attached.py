@@ -163,7 +163,7 @@ class Attached:
     def _result(self) -> _Result:
         found: _Result | None = getattr(self._local, "result", None) or self._latest
         if found is None:
-            raise ConfigError("attach: there was no forward pass since attaching; call the model first.")
+            raise ConfigError("attach: there is no finished forward pass; call the model first.")
         return found
 
     # Attaching and detaching

@@ -225,7 +225,7 @@ def reuse_by_layer(trace: RoutingTrace) -> Float[Tensor, " L"]:
 def lagged_divergence_by_layer(trace: RoutingTrace, *, lags: Sequence[int] = (1, 2, 4, 8, 16)) -> Float[Tensor, " L"]:
     """Mean over lags of KL(g_t ‖ g_t−lag) + KL(g_t−lag ‖ g_t), over tokens of the same document (ReMoE)."""
     logs = trace.g.clamp(min=_SMALL).log()
-    position, total = trace.positions, trace.g.new_zeros(len(trace.g))
+    position, total = trace.positions, (0 * trace.g).sum((1, 2, 3))  # zeros with gradient, if no lag fits
     for lag in lags:
         if lag >= trace.g.shape[2]:
             continue

@@ -247,6 +247,25 @@ def test_strengths_of_max_rank_follow_the_sizes_of_the_model():
 # Bad input
 
 
+@pytest.fixture(scope="module")
+def bad_places(place):
+    """Folders and files that the commands must refuse."""
+    (place / "empty").mkdir()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).save_pretrained(place / "dense")
+    byte_tokenizer().save_pretrained(place / "dense")
+    write_checkpoint(place / "weightless")
+    (place / "weightless" / "model.safetensors").unlink()
+    write_checkpoint(place / "tokenless")
+    for file in (place / "tokenless").glob("token*"):
+        file.unlink()
+    (place / "blank.txt").write_text("")
+    (place / "short.txt").write_text("Too short.")
+    (place / "latin.txt").write_bytes("über".encode("latin-1"))
+    (place / "taken").mkdir()
+    (place / "taken" / "header.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -276,22 +295,7 @@ def test_strengths_of_max_rank_follow_the_sizes_of_the_model():
     ],
     ids=lambda value: "-".join(value[1:]) if isinstance(value, tuple) else "",
 )
-def test_bad_input_is_one_clear_line(run, place, argv, message):
-    if not (place / "taken").exists():
-        (place / "empty").mkdir()
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-        LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).save_pretrained(place / "dense")
-        byte_tokenizer().save_pretrained(place / "dense")
-        write_checkpoint(place / "weightless")
-        (place / "weightless" / "model.safetensors").unlink()
-        write_checkpoint(place / "tokenless")
-        for file in (place / "tokenless").glob("token*"):
-            file.unlink()
-        (place / "blank.txt").write_text("")
-        (place / "short.txt").write_text("Too short.")
-        (place / "latin.txt").write_bytes("über".encode("latin-1"))
-        (place / "taken").mkdir()
-        (place / "taken" / "header.json").write_text("{}")
+def test_bad_input_is_one_clear_line(bad_places, run, place, argv, message):
     code, _, err = run(*argv)
     assert code == 2, err
     assert err.startswith("stickymoe: ")
