@@ -161,7 +161,7 @@ def adapt_command(argv: list[str]) -> None:
         ("lr", "learning rate"),
         ("lam", "weight λ of the consistency loss"),
         ("alpha", "weight α of the anchor loss (soft_hard)"),
-        ("kl", "weight of the KL to the frozen gates (remoe_full)"),
+        ("kl", "weight of the KL to the original gates (remoe_full)"),
         ("reuse", "weight of the reuse loss (remoe_full)"),
         ("lags", "weight of the KL at lags (remoe_full)"),
         ("entropy", "weight of the entropy of windows (remoe_full)"),
