@@ -35,6 +35,10 @@ class RunError(StickyError):
     """A run folder, record or checkpoint that cannot be used."""
 
 
+class StoreError(StickyError):
+    """A packed store that cannot be written, read or used."""
+
+
 class MissingExtraError(StickyError, ImportError):
     """A command or function needs a package that an extra installs."""
 

@@ -14,6 +14,7 @@ EXTRAS = {
     "accelerate": "train",
     "safetensors": "train",
     "tokenizers": "train",
+    "xxhash": "train",
     "altair": "report",
     "vl_convert": "report",
     "jinja2": "report",

@@ -25,6 +25,8 @@ commands:
   frontier   show how much of the MoE gain each run keeps, and its misses
   eval       evaluate a run again, on the validation or test split
   export     write the model of a run as a folder that transformers loads
+  generate   generate text with experts on disk, inside a byte budget
+  pack       pack a model into a store for generate
   simulate   replay a routing trace on expert caches and count misses
   plan       predict tokens/s on a device for every cache size; find the smallest that is fast enough
   profile    record how a transformers checkpoint routes a text
@@ -54,6 +56,8 @@ COMMANDS = {
     "reroute": "huggingface",
     "adapt": "huggingface",
     "export": "huggingface",
+    "generate": "runtime",
+    "pack": "runtime",
 }
 
 

@@ -42,9 +42,9 @@ class Display:
     ) -> None:
         self._bar.stop()
 
-    def step(self, step: int, values: Mapping[str, float], tokens_per_s: float) -> None:
+    def step(self, step: int, values: Mapping[str, float], speed: float, unit: str = "tok/s") -> None:
         text = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
-        text += f"  {tokens_per_s:,.0f} tok/s"
+        text += f"  {speed:,.0f} {unit}"
         self._bar.update(self._task, completed=step, values=text)
         now = time.monotonic()
         if not self._console.is_terminal and (now - self._last_line > self.LINE_EVERY or step == self._steps):

@@ -1,0 +1,340 @@
+"""`offload`: generate text with experts on disk and a few slots per layer in memory.
+
+    engine = stickymoe.offload("runs/soft", slots=2, policy="lru")
+    out = engine.generate([11, 42], max_new_tokens=64)
+    out.tokens, out.stats.misses, out.table
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from stickymoe.errors import ConfigError, StoreError, require
+from stickymoe.locality.devices import parse_bytes
+from stickymoe.locality.plan import bytes_text
+from stickymoe.locality.policies import find_policy, policy_names
+from stickymoe.locality.table import RouteTable
+from stickymoe.runtime.experts import ExpertLayers, Kernel
+from stickymoe.runtime.memory import Region
+from stickymoe.runtime.readers import IO, Readers, Throttle
+from stickymoe.runtime.sampling import Sampling
+from stickymoe.runtime.slots import SCRATCH_SLOTS, OnMiss, Pool, Waits
+from stickymoe.runtime.store import Store
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Prefetch = Literal["none", "previous", "next_layer"]
+OnToken = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a generation cost.
+
+    hits, misses: requested experts that were in a slot, or were not
+    evictions: experts that left a slot for another one
+    prefetched, wasted: experts that were loaded before they were requested, and those of them that no token used
+    bypassed: misses that passed through a scratch slot and evicted nobody
+    bytes_read: bytes of experts that were read from the store
+    stall_s: seconds that the model waited for loads on demand
+    late_s: seconds that it waited for prefetches in flight
+    prompt_s, decode_s: seconds of the prompt, and of the tokens after the first
+    resident_bytes: slots and dense part
+    """
+
+    prompt_tokens: int
+    tokens: int
+    hits: int
+    misses: int
+    evictions: int
+    prefetched: int
+    wasted: int
+    bypassed: int
+    bytes_read: int
+    stall_s: float
+    late_s: float
+    prompt_s: float
+    decode_s: float
+    resident_bytes: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed of decoding: the first token comes from the prompt."""
+        return (self.tokens - 1) / self.decode_s if self.decode_s > 0 and self.tokens > 1 else math.nan
+
+    @property
+    def hit_rate(self) -> float:
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else math.nan
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The generated tokens, what they cost, and the routes of the prompt and of every token that was given back.
+
+    `table` is None for a model without experts. `interrupted`: the text was ended by Ctrl-C.
+    """
+
+    tokens: list[int]
+    stats: Stats
+    table: RouteTable | None
+    interrupted: bool = False
+
+
+class Host(Protocol):
+    """A model whose experts are in slots."""
+
+    context: int  # the most tokens of a text; 0 if unlimited
+    dense_bytes: int
+
+    def generate(
+        self, ids: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]
+    ) -> Iterator[int]:
+        """The tokens of a text, one after another. Each is computed when it is asked for."""
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """The logits after each of the tokens of a text [T, V]."""
+
+    def encode(self, text: str, *, chat: bool) -> list[int]: ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+
+
+class Engine:
+    """A model that generates inside a byte budget. Use it as a context manager, or call `close`."""
+
+    def __init__(
+        self, host: Host, layers: ExpertLayers | None, readers: Readers | None, scratch: Region | None, waits: Waits
+    ) -> None:
+        self.host = host
+        self.layers = layers
+        self._readers = readers
+        self._scratch = scratch
+        self._waits = waits
+        self._closed = False
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert in the store, and of a slot: what a miss reads. With mixed precision, of the largest."""
+        return 0 if self._readers is None else self._readers.store.slot_bytes
+
+    @property
+    def slots(self) -> int:
+        """Slots of each pool of experts."""
+        return 0 if self.layers is None else self.layers.pools[0].cache.capacity
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the slots and of the dense part."""
+        regions = [] if self.layers is None else [pool.region for pool in self.layers.pools]
+        if self._scratch is not None:
+            regions.append(self._scratch)
+        return self.host.dense_bytes + sum(region.nbytes for region in regions)
+
+    @property
+    def io(self) -> str:
+        """How experts are read: direct or buffered."""
+        return "none" if self._readers is None else self._readers.io
+
+    def generate(
+        self,
+        ids: Sequence[int] | Tensor,
+        *,
+        max_new_tokens: int = 64,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_ids: Sequence[int] | None = None,
+        warm: bool = False,
+        on_token: OnToken | None = None,
+    ) -> Generation:
+        """Generate after the tokens `ids`; `tokens` of the result are the new ones.
+
+        The slots start empty unless `warm`, so that replaying `table` gives the counts of `stats`. `on_token` is called
+        with each token. `stop_ids` end the text and are kept; by default those of the model. Ctrl-C ends the text.
+        """
+        if self._closed:
+            raise StoreError("The engine is closed; open it again with offload.")
+        prompt = _as_list(ids)
+        sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
+        self._require_room(prompt, max_new_tokens)
+        self._begin(warm)
+        read_before = 0 if self._readers is None else self._readers.bytes_read
+        tokens: list[int] = []
+        interrupted = False
+        start = time.perf_counter()
+        first = last = start
+        try:
+            ends = self.host.end_ids if stop_ids is None else tuple(stop_ids)
+            for token in self.host.generate(prompt, max_new_tokens, sampling, ends):
+                tokens.append(token)
+                last = time.perf_counter()
+                first = last if len(tokens) == 1 else first
+                if on_token is not None:
+                    on_token(token)
+        except KeyboardInterrupt:
+            interrupted = True
+        except BaseException:
+            self.close()  # what the slots hold is not known
+            raise
+        stats = self._stats(len(prompt), len(tokens), read_before, first - start, last - first)
+        table = self._table(prompt + tokens)
+        if interrupted:
+            self.close()
+        return Generation(tokens, stats, table, interrupted)
+
+    def close(self) -> None:
+        """End the readers and free the slots."""
+        self._closed = True
+        if self._readers is not None:
+            self._readers.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _require_room(self, prompt: list[int], max_new_tokens: int) -> None:
+        require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "a whole number ≥ 1")
+        if not prompt:
+            raise ConfigError("The prompt is empty: expected at least one token.")
+        context = self.host.context
+        if context and len(prompt) + max_new_tokens - 1 > context:
+            raise ConfigError(
+                f"The prompt has {len(prompt)} tokens and {max_new_tokens} are to be generated, but the model reads at "
+                f"most {context}: shorten the prompt, or generate at most {max(context - len(prompt) + 1, 0)} tokens."
+            )
+
+    def _begin(self, warm: bool) -> None:
+        self._waits.stall_s = self._waits.late_s = 0.0
+        if self.layers is not None:
+            self.layers.reset()
+            for pool in self.layers.pools:
+                pool.reset_counts() if warm else pool.clear()
+
+    def _stats(self, n_prompt: int, n: int, read_before: int, prompt_s: float, decode_s: float) -> Stats:
+        counts = [] if self.layers is None else [pool.cache.stats for pool in self.layers.pools]
+        names = ("hits", "misses", "evictions", "prefetched", "wasted", "bypassed")
+        return Stats(
+            prompt_tokens=n_prompt,
+            tokens=n,
+            **{name: sum(getattr(c, name) for c in counts) for name in names},
+            bytes_read=0 if self._readers is None else self._readers.bytes_read - read_before,
+            stall_s=self._waits.stall_s,
+            late_s=self._waits.late_s,
+            prompt_s=prompt_s,
+            decode_s=decode_s,
+            resident_bytes=self.resident_bytes,
+        )
+
+    def _table(self, tokens: list[int]) -> RouteTable | None:
+        if self.layers is None:
+            return None
+        contents = self.layers.store.contents
+        return self.layers.table(tokens, other_bytes=self.host.dense_bytes, share_block=contents.layers_per_pool)
+
+
+def _as_list(ids: Any) -> list[int]:
+    """Token ids from a list, an array or a tensor of one sequence."""
+    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if values and isinstance(values[0], list):
+        require(len(values) == 1, "ids", f"{len(values)} sequences", "one sequence")
+        values = values[0]
+    if not all(isinstance(i, int) and i >= 0 for i in values):
+        raise ConfigError("ids: expected a list of token numbers ≥ 0.")
+    return values
+
+
+def offload(
+    model: str | Path,
+    *,
+    slots: int | None = None,
+    memory: str | float | None = None,
+    policy: str = "lru",
+    prefetch: Prefetch = "none",
+    on_miss: OnMiss = "load",
+    kernel: Kernel | None = None,
+    io: IO = "direct",
+    throttle: str | float | None = None,
+    threads: int = 1,
+    experts: str | None = None,
+    store: str | Path | None = None,
+    progress: Callable[[str, int], Any] | None = None,
+) -> Engine:
+    """Open a model for generation with `slots` slots per layer, or as many as fit in `memory` bytes; by default all.
+
+    `model` is a packed store, a run folder or a folder of a transformers model. A folder is packed first, into `store`
+    or the user's cache folder; `experts` is the precision of that store. `throttle` simulates slow memory of so many
+    bytes per second. `kernel` is compiled where the experts allow it, otherwise torch.
+    """
+    from stickymoe.runtime.opening import open_host, open_store
+
+    for key, given, known in (
+        ("prefetch", prefetch, ("none", "previous", "next_layer")),
+        ("on_miss", on_miss, ("load", "bypass")),
+        ("kernel", kernel, (None, "torch", "compiled")),
+        ("io", io, ("direct", "buffered")),
+    ):
+        require(given in known, key, given, "one of " + ", ".join(str(name) for name in known if name))
+    require(find_policy(policy).online, "policy", policy, f"one of {', '.join(policy_names(online=True))}")
+    require(threads >= 1, "threads", threads, "a whole number ≥ 1")
+    rate = None if throttle is None else parsed_bytes("throttle", throttle)
+    budget = None if memory is None else parsed_bytes("memory", memory)
+    opened = open_store(Path(model), experts=experts, store=None if store is None else Path(store), progress=progress)
+    waits = Waits()
+    if opened is None:  # a model without experts
+        return Engine(open_host(Path(model), None, threads), None, None, None, waits)
+    capacity = _capacity(opened, slots, budget, on_miss)
+    readers = Readers(opened, io=io, throttle=None if rate is None else Throttle(rate))
+    try:
+        scratch = Region(SCRATCH_SLOTS, opened.slot_bytes) if on_miss == "bypass" else None
+        pools = [
+            Pool(i, readers, waits, capacity=capacity, policy=policy, on_miss=on_miss, scratch=scratch)
+            for i in range(opened.contents.n_pools)
+        ]
+        chosen = kernel or ("torch" if opened.contents.spec.activation is None else "compiled")
+        layers = ExpertLayers(opened, pools, kernel=chosen, threads=threads, prefetch=prefetch)
+        return Engine(open_host(opened.folder, layers, threads), layers, readers, scratch, waits)
+    except BaseException:
+        readers.close()
+        raise
+
+
+def parsed_bytes(key: str, given: str | float) -> float:
+    value = parse_bytes(given, key) if isinstance(given, str) else float(given)
+    require(value > 0, key, given, "bytes > 0 such as 64MB")
+    return value
+
+
+def _capacity(store: Store, slots: int | None, memory: float | None, on_miss: OnMiss) -> int:
+    """Slots of each pool: as given, as many as fit in `memory`, or all experts."""
+    N, pools = store.contents.n_experts, store.contents.n_pools
+    if slots is not None and memory is not None:
+        raise ConfigError("slots and memory: got both, expected one of them.")
+    if memory is not None:
+        scratch = SCRATCH_SLOTS if on_miss == "bypass" else 0
+        slots = int(memory / store.slot_bytes - scratch) // pools
+        if slots < 1:
+            least = (pools + scratch) * store.slot_bytes
+            raise ConfigError(
+                f"memory: got {bytes_text(memory)}, expected at least {bytes_text(least)}: one expert of "
+                f"{bytes_text(store.slot_bytes)} for each of {pools} layers"
+                + (f" and {scratch} to pass through." if scratch else ".")
+            )
+    if slots is None:
+        return N
+    require(slots >= 1, "slots", slots, "a whole number ≥ 1")
+    return min(slots, N)

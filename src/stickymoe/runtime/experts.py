@@ -1,0 +1,238 @@
+"""Compute the experts of a layer from slots, and note what was requested.
+
+One token asks for its experts, heaviest first. A prompt asks for one union per layer. Outputs are added in a fixed
+order, whatever the order in which the experts arrive, so the text does not depend on the cache.
+
+n tokens, d width, k experts per token, N experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from stickymoe.errors import ConfigError
+from stickymoe.locality.table import RouteTable, index_dtype
+from stickymoe.runtime import kernels
+from stickymoe.runtime.slots import Pool, Resident
+from stickymoe.runtime.store import Store
+
+Kernel = Literal["torch", "compiled"]
+Order = Literal["expert", "weight"]  # outputs are added by ascending expert, or heaviest first
+Plain = Callable[[dict[str, Tensor], Tensor], Tensor]  # tensors of an expert, rows → rows
+Predict = Callable[[int, Tensor], list[int] | None]  # layer, its hidden state → experts of the next layer
+
+PREFILL, DECODE = 0, 1
+
+
+@dataclass
+class Notes:
+    """What every forward pass requested: for each pass and layer the experts and weights, and what was prefetched."""
+
+    n_layers: int
+    n_experts: int
+    top_k: int
+    S: list[list[Any]] = field(default_factory=list)
+    w: list[list[Any]] = field(default_factory=list)
+    predicted: list[list[list[int]]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self.S.append([None] * self.n_layers)
+        self.w.append([None] * self.n_layers)
+        self.predicted.append([[] for _ in range(self.n_layers)])
+
+    def table(
+        self, tokens: Sequence[int], *, expert_bytes: int, other_bytes: int, share_block: int
+    ) -> RouteTable | None:
+        """The routes of one text; `tokens` are those that were given to the model. None if no pass is complete."""
+        if self.S and any(S is None for S in self.S[-1]):  # interrupted
+            for passes in (self.S, self.w, self.predicted):
+                passes.pop()
+        if not self.S:
+            return None
+        N, dtype = self.n_experts, index_dtype(self.n_experts + 1)
+        S = np.stack([np.concatenate([p[layer] for p in self.S]) for layer in range(self.n_layers)])
+        w = np.stack([np.concatenate([p[layer] for p in self.w]) for layer in range(self.n_layers)])
+        n = S.shape[1]
+        phase = np.full((1, n), DECODE, np.uint8)
+        phase[:, : len(self.S[0][0])] = PREFILL
+        return RouteTable(
+            S=S[:, None].astype(dtype),
+            n_experts=N,
+            mask=np.ones((1, n), np.bool_),
+            weights=w[:, None].astype(np.float32),
+            phase=phase,
+            tokens=np.array(tokens[:n], np.int64)[None],
+            expert_bytes=(expert_bytes,) * self.n_layers,
+            other_bytes=other_bytes,
+            share_block=share_block,
+            skips=bool((S == N).any()),
+            predicted=self._predicted(dtype),
+        )
+
+    def _predicted(self, dtype: Any) -> Any:
+        """The prefetches [L, 1, T, p]; N marks an empty place. None if nothing was prefetched."""
+        width = max((len(e) for p in self.predicted for e in p), default=0)
+        if width == 0:
+            return None
+        lengths = [len(p[0]) for p in self.S]
+        sets = np.full((self.n_layers, 1, sum(lengths), width), self.n_experts, dtype)
+        at = 0
+        for pass_, length in zip(self.predicted, lengths, strict=True):
+            for layer, experts in enumerate(pass_):
+                sets[layer, 0, at, : len(experts)] = experts
+            at += length
+        return sets
+
+
+class ExpertLayers:
+    """The expert layers of a model whose experts are in slots."""
+
+    def __init__(
+        self, store: Store, pools: Sequence[Pool], *, kernel: Kernel, threads: int, prefetch: str = "none"
+    ) -> None:
+        self.store = store
+        self.pools = pools
+        self.kernel = kernel
+        self.prefetch = prefetch
+        self.predict: Predict | None = None
+        contents = store.contents
+        self.reset()
+        self.shared = contents.layers_per_pool > 1
+        self._expert = kernels.expert_parallel if threads > 1 else kernels.expert
+        self._specs = {p: layout.spec_array() for p, layout in store.layouts.items()}
+        by_name = {t.name: t.shape for t in contents.spec.tensors}
+        self._hidden = np.empty(by_name["up"][0], np.float32)
+        if kernel == "compiled" and contents.spec.activation is None:
+            raise ConfigError(f"--kernel: {contents.name} has experts that only its own code computes; choose torch.")
+
+    @property
+    def dense(self) -> Path:
+        """The file of the dense part."""
+        return self.store.require_dense()
+
+    def reset(self) -> None:
+        """Forget the notes of the text before."""
+        contents = self.store.contents
+        self.notes = Notes(contents.n_layers, contents.n_experts, contents.top_k)
+
+    def table(self, tokens: Sequence[int], *, other_bytes: int, share_block: int) -> RouteTable | None:
+        """The routes of the text so far."""
+        size = self.store.slot_bytes
+        return self.notes.table(tokens, expert_bytes=size, other_bytes=other_bytes, share_block=share_block)
+
+    def pool_of(self, layer: int) -> Pool:
+        return self.pools[layer // self.store.contents.layers_per_pool]
+
+    def begin(self) -> None:
+        """A forward pass begins. The sets of the previous token are prefetched in all layers at once."""
+        before = self.notes.S[-1] if self.notes.S else None
+        self.notes.begin()
+        if self.prefetch == "previous" and before is not None and not self.shared:
+            for layer in range(self.notes.n_layers):
+                self._prefetch(layer, self._of_last_token(before, layer))
+
+    def compute(
+        self,
+        layer: int,
+        x: Float[Tensor, "n d"],
+        S: Int[Tensor, "n k"],
+        w: Float[Tensor, "n k"],
+        plain: Plain,
+        order: Order,
+    ) -> Float[Tensor, "n d"]:
+        """Σ w·expert(x) for every token, as the model itself computes it."""
+        S, w = self._heaviest_first(S, w)
+        self.notes.S[-1][layer] = S.numpy()
+        self.notes.w[-1][layer] = w.float().numpy()
+        return self._token(layer, x, S, w, plain, order) if len(x) == 1 else self._tokens(layer, x, S, w, plain, order)
+
+    def before_request(self, layer: int) -> None:
+        """Where layers share a pool, a prefetch must wait until the layers before are computed."""
+        if self.prefetch == "previous" and self.shared and len(self.notes.S) > 1:
+            self._prefetch(layer, self._of_last_token(self.notes.S[-2], layer))
+
+    def after_request(self, layer: int, x: Float[Tensor, "1 d"]) -> None:
+        """Prefetch what the router of the next layer says about the hidden state of this one."""
+        if self.prefetch == "next_layer" and self.predict is not None and layer + 1 < self.notes.n_layers:
+            expected = self.predict(layer + 1, x)
+            if expected:
+                self._prefetch(layer + 1, expected)
+
+    def _prefetch(self, layer: int, experts: list[int]) -> None:
+        self.notes.predicted[-1][layer] = experts
+        self.pool_of(layer).prefetch(experts)
+
+    def _of_last_token(self, S: list[Any], layer: int) -> list[int]:
+        return [e for e in S[layer][-1].tolist() if e < self.notes.n_experts]
+
+    def _heaviest_first(
+        self, S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]
+    ) -> tuple[Int[Tensor, "n k"], Float[Tensor, "n k"]]:
+        """Experts by weight. Those of weight 0 and those that stand for none (index ≥ N) are marked by N."""
+        w = w.masked_fill(S >= self.notes.n_experts, 0)
+        w, at = w.sort(dim=-1, descending=True, stable=True)
+        return S.gather(-1, at).masked_fill(w == 0, self.notes.n_experts).long(), w
+
+    def _token(self, layer: int, x: Tensor, S: Tensor, w: Tensor, plain: Plain, order: Order) -> Tensor:
+        asked = [e for e in S[0].tolist() if e < self.notes.n_experts]
+        pool, overlap = self.pool_of(layer), not self.shared
+        self.before_request(layer)
+        arriving = pool.bring(asked)
+        outputs: dict[int, Tensor] = {}
+        if overlap and self.prefetch == "next_layer":
+            first = next(arriving, None)  # demands are queued before prefetches
+            self.after_request(layer, x)
+            if first is not None:
+                outputs[first.expert] = self._compute(pool, first, x, plain)
+        for found in arriving:
+            outputs[found.expert] = self._compute(pool, found, x, plain)
+        if not overlap:
+            self.after_request(layer, x)
+        y = torch.zeros_like(x)
+        weight = dict(zip(S[0].tolist(), w[0], strict=True))
+        for expert in sorted(outputs) if order == "expert" else asked:
+            y += (outputs[expert] * weight[expert]).to(y.dtype)
+        return y
+
+    def _tokens(self, layer: int, x: Tensor, S: Tensor, w: Tensor, plain: Plain, order: Order) -> Tensor:
+        N = self.notes.n_experts
+        pool = self.pool_of(layer)
+        # Rows in the order of transformers' own loop, which decides the last bit: by place among the k, then by token.
+        places = {e: (S.t() == e).nonzero(as_tuple=True) for e in S[S < N].unique().tolist()}
+        outputs: dict[int, Tensor] = {}
+        for found in pool.bring(list(places), union=True):
+            _, token = places[found.expert]
+            outputs[found.expert] = self._compute(pool, found, x[token], plain)
+        y = torch.zeros_like(x)
+        if order == "expert":
+            for e in sorted(outputs):
+                place, token = places[e]
+                y.index_add_(0, token, (outputs[e] * w[token, place, None]).to(y.dtype))
+            return y
+        by_place = x.new_zeros(S.shape[1], *x.shape)
+        for e, (place, token) in places.items():
+            by_place[place, token] = outputs[e].to(x.dtype)
+        for place, out in enumerate(by_place):
+            y.addcmul_(out, w[:, place, None].to(y.dtype))
+        return y
+
+    def _compute(self, pool: Pool, found: Resident, x: Float[Tensor, "m d"], plain: Plain) -> Float[Tensor, "m d"]:
+        """One expert for some rows: by a compiled kernel for a single row, otherwise as one product per matrix."""
+        precision = self.store.entries[pool.number][found.expert].precision
+        if self.kernel == "compiled" and len(x) == 1:
+            out = np.empty(x.shape[1], np.float32)
+            self._expert(found.data, self._specs[precision], x[0].float().numpy(), self._hidden, out)
+            return torch.from_numpy(out)[None]
+        layout = self.store.layouts[precision]
+        names = (t.name for t in self.store.contents.spec.tensors)
+        tensors = (torch.from_numpy(a).to(x.dtype) for a in layout.decode(found.data[: layout.nbytes]))
+        return plain(dict(zip(names, tensors, strict=True)), x)

@@ -1,0 +1,122 @@
+"""Our GPT around expert slots: the prompt in one pass of the plain model, then one token after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stickymoe.errors import ConfigError, RunError
+from stickymoe.models.gpt import GPT, DecodeCache
+from stickymoe.models.moe import MoE
+from stickymoe.reading import reason
+from stickymoe.runs.settings import read_config
+from stickymoe.runtime.experts import ExpertLayers
+from stickymoe.runtime.sampling import Sampling
+from stickymoe.training.build import build_model
+from stickymoe.training.checkpoint import find_checkpoint, load_model
+
+
+class SlotExperts(nn.Module):
+    """Takes the place of a layer's experts."""
+
+    def __init__(self, layer: int, layers: ExpertLayers) -> None:
+        super().__init__()
+        self.layer = layer
+        self.layers = layers
+
+    def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
+        return self.layers.compute(self.layer, h, S, w, _plain_expert, "weight")
+
+
+def _plain_expert(tensors: dict[str, Tensor], x: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
+    """eq:moe_output for one expert."""
+    z = F.gelu(torch.addmm(tensors["up_bias"], x, tensors["up"].t()))
+    return torch.addmm(tensors["down_bias"], z, tensors["down"].t())
+
+
+class RunHost:
+    """A model of ours, from a store or (without experts) from its run folder."""
+
+    def __init__(self, folder: Path, layers: ExpertLayers | None, threads: int) -> None:
+        self.layers = layers
+        self.threads = threads
+        config = read_config(file=folder / "config.yaml")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as e:  # the tokenizers library raises plain Exception
+            raise RunError(f"{folder / 'tokenizer.json'} is missing or damaged ({reason(e)}).") from e
+        if config.variant.settings().get("sentence", False):
+            raise ConfigError("This variant needs the borders of sentences, which are not known while text is written.")
+        vocab = self.tokenizer.get_vocab_size()
+        if layers is None:
+            chosen = find_checkpoint(folder / "checkpoints")
+            if chosen is None:
+                raise RunError(f"{folder} has no checkpoint: resume or repeat the run first.")
+            self.model = build_model(config, vocab)
+            load_model(chosen, self.model)
+        else:
+            with torch.device("meta"):  # nothing is allocated; the weights come from the store
+                self.model = build_model(config, vocab)
+            self._use_slots(layers)
+            self.model.load_state_dict(load_file(layers.dense), strict=True, assign=True)
+        self.model.train(False)
+        self.context = config.model.seq_len
+        self.vocab_size = vocab
+
+    def _use_slots(self, layers: ExpertLayers) -> None:
+        for layer, block in enumerate(self.model.blocks):
+            if isinstance(block.ffn, MoE):
+                block.ffn.__dict__.pop("experts", None)  # experts of an earlier layer are not registered
+                block.ffn.experts = SlotExperts(layer, layers)
+        layers.predict = self._predict
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters())
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return ()  # the text that a run is trained on has no special tokens
+
+    def encode(self, text: str, *, chat: bool) -> list[int]:
+        if chat:
+            raise ConfigError("--chat: a run of stickymoe has no chat template; omit --chat.")
+        return list(self.tokenizer.encode(text).ids)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens))
+
+    @torch.no_grad()
+    def generate(
+        self, ids: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]
+    ) -> Iterator[int]:
+        if max(ids) >= self.vocab_size:
+            raise ConfigError(f"ids: got token {max(ids)}, expected 0 … {self.vocab_size - 1}.")
+        choose = sampling.chooser()
+        cache = DecodeCache.empty(self.model.config.n_layers)
+        logits = self._forward(ids, cache)[-1].numpy()
+        for n in range(max_new_tokens):
+            token = choose(logits)
+            yield token
+            if token in stop_ids or n + 1 == max_new_tokens:
+                return
+            logits = self._forward([token], cache)[-1].numpy()
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:
+        return self._forward(ids, None)
+
+    def _forward(self, tokens: list[int], cache: DecodeCache | None) -> Float[Tensor, "T V"]:
+        if self.layers is not None:
+            self.layers.begin()
+        out = self.model(torch.tensor([tokens]), cache=cache)
+        assert out.logits is not None
+        return out.logits[0]

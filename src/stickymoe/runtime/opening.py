@@ -1,0 +1,81 @@
+"""Open a model for generation: find its store, or pack one, and build the model around it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stickymoe.errors import ConfigError
+from stickymoe.runtime.store import INDEX, Store
+
+if TYPE_CHECKING:
+    from stickymoe.runtime.engine import Host
+    from stickymoe.runtime.experts import ExpertLayers
+
+Progress = Callable[[str, int], Any]  # title, number of experts → a context manager that gives the function to call
+
+
+def open_store(
+    model: Path, *, experts: str | None = None, store: Path | None = None, progress: Progress | None = None
+) -> Store | None:
+    """The store of a model: `model` itself, or one that is packed from it. None if the model has no experts."""
+    if not model.exists():
+        raise ConfigError(
+            f"{model} does not exist: expected a packed store, a run folder or a folder of a transformers model."
+        )
+    if (model / INDEX).is_file():
+        found = Store.open(model)
+        if experts is not None and experts != found.precision:
+            raise ConfigError(f"experts: got {experts}, but {model} is packed in {found.precision}; omit it.")
+        return found
+    from stickymoe.runtime.checkpoints import open_checkpoint
+    from stickymoe.runtime.pack import contents_of, default_precision, pack, uniform
+
+    source = open_checkpoint(model)
+    if source is None:
+        return None
+    precision = experts or default_precision(source)
+    folder = store or _cache_folder() / f"{model.resolve().name}-{_digest(str(model.resolve()))}-{precision}"
+    if (folder / INDEX).is_file():
+        found = Store.open(folder)
+        if found.contents == contents_of(source) and found.precision == precision:
+            return found
+        if store is not None:
+            raise ConfigError(f"{store} is a store of another model or precision. Choose another folder.")
+        _discard(folder)
+    plan = uniform(source, precision)  # type: ignore[arg-type]
+    total = sum(len(pool) for pool in plan)
+    with nullcontext() if progress is None else progress(f"pack {source.name}", total) as advance:
+        return pack(source, folder, plan, progress=advance)
+
+
+def open_host(folder: Path, layers: ExpertLayers | None, threads: int) -> Host:
+    """The model of a store around its expert layers, or a model without experts."""
+    if (folder / "config.yaml").is_file():
+        from stickymoe.runtime.gpt import RunHost
+
+        return RunHost(folder, layers, threads)
+    from stickymoe.runtime.hosts import TransformersHost
+
+    return TransformersHost(folder, layers, threads)
+
+
+def _discard(folder: Path) -> None:
+    """Delete an outdated store of the cache folder; its index first, so that what is left is no store."""
+    import shutil
+
+    (folder / INDEX).unlink()
+    shutil.rmtree(folder)
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "stickymoe" / "stores"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

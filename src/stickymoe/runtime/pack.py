@@ -1,0 +1,150 @@
+"""Pack a model into a store, one expert at a time: atomic, resumable, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from stickymoe import files
+from stickymoe.errors import StoreError, require
+from stickymoe.reading import parse_json, reason
+from stickymoe.runtime.checkpoints import Checkpoint
+from stickymoe.runtime.formats import PRECISIONS, ExpertLayout, Precision
+from stickymoe.runtime.store import DENSE, EXPERTS, SCHEMA, Contents, Entry, Store, checksum, write_index
+
+JOURNAL = "packing.jsonl"
+Plan = list[list[Precision]]  # the precision of every expert of every pool
+LatePlan = Callable[[Path], Plan]  # from a folder that has the dense part
+Progress = Callable[[int], None]
+
+
+def contents_of(source: Checkpoint) -> Contents:
+    """What a store of a checkpoint holds."""
+    return Contents(
+        kind=source.kind,
+        name=source.name,
+        fingerprint=source.fingerprint,
+        spec=source.spec,
+        n_pools=source.n_layers,
+        n_experts=source.n_experts,
+        top_k=source.top_k,
+        layers_per_pool=source.layers_per_pool,
+    )
+
+
+def default_precision(source: Checkpoint) -> Precision:
+    """The one that loses nothing: bf16 if the experts are saved so, otherwise fp32."""
+    return "bf16" if source.expert(0, 0)[0].dtype == torch.bfloat16 else "fp32"
+
+
+def uniform(source: Checkpoint, precision: Precision) -> Plan:
+    """The same precision for all experts."""
+    require(precision in PRECISIONS, "experts", precision, f"one of {', '.join(PRECISIONS)}, or mixed")
+    return [[precision] * source.n_experts for _ in range(source.n_layers)]
+
+
+def planned_bytes(source: Checkpoint, plan: Plan) -> int:
+    """Bytes of all experts of a plan."""
+    sizes = {p: ExpertLayout(source.spec, p).nbytes for p in PRECISIONS}
+    return sum(sizes[precision] for pool in plan for precision in pool)
+
+
+def pack(source: Checkpoint, folder: Path, plan: Plan | LatePlan, *, progress: Progress | None = None) -> Store:
+    """Write a store to the new folder `folder`; a packing that was interrupted is resumed."""
+    if folder.exists() or folder.is_symlink():
+        raise StoreError(f"{folder} exists already, expected a new folder. Choose another one, or delete it first.")
+    partial = folder.with_name(f".{folder.name}.packing")
+    lock = folder.with_name(f".{folder.name}.lock")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock, timeout=0):
+            partial.mkdir(exist_ok=True)
+            save_file(dict(source.dense()), partial / DENSE)
+            source.copy_config(partial)
+            chosen = plan(partial) if callable(plan) else plan
+            _require_space(source, chosen, partial)
+            _write(source, partial, chosen, progress)
+            files.publish_folder(partial, folder)
+        lock.unlink(missing_ok=True)
+    except Timeout as e:
+        raise StoreError(f"{folder} is being packed by another process; wait for it, or choose another folder.") from e
+    except (OSError, SafetensorError) as e:
+        again = f"Make room and pack again, which resumes, or delete {partial}"
+        raise StoreError(f"{folder} cannot be written ({reason(e)}). {again}.") from e
+    return Store.open(folder)
+
+
+def _require_space(source: Checkpoint, plan: Plan, partial: Path) -> None:
+    done = (partial / EXPERTS).stat().st_size if (partial / EXPERTS).is_file() else 0
+    needed, free = planned_bytes(source, plan) - done, shutil.disk_usage(partial).free
+    if needed > free:
+        raise StoreError(
+            f"{partial.parent} has {free / 1e6:,.0f} MB free, but the experts need {needed / 1e6:,.0f} MB. "
+            "Choose another folder, or fewer bits with --experts."
+        )
+
+
+def _write(source: Checkpoint, partial: Path, plan: Plan, progress: Progress | None) -> None:
+    contents = contents_of(source)
+    header = {"schema": SCHEMA, "contents": asdict(contents), "plan": plan}
+    header = json.loads(json.dumps(header))  # as it is read back
+    journal, experts = partial / JOURNAL, partial / EXPERTS
+    entries = list(_resumable(journal, experts, header))
+    if not entries:
+        journal.write_text(json.dumps(header) + "\n", encoding="utf-8")
+    with experts.open("r+b" if entries else "wb") as data, journal.open("a", encoding="utf-8") as log:
+        _keep(data, entries)
+        places = [(pool, e) for pool in range(len(plan)) for e in range(len(plan[pool]))]
+        for done, (pool, e) in enumerate(places):
+            if done >= len(entries):
+                entries.append(_write_expert(source, data, plan[pool][e], pool, e))
+                data.flush()  # the journal must not be ahead of the data
+                log.write(json.dumps(list(asdict(entries[-1]).values())) + "\n")
+                log.flush()
+            if progress is not None:
+                progress(1)
+    by_pool = iter(entries)
+    write_index(partial, contents, [[next(by_pool) for _ in pool] for pool in plan])
+    journal.unlink()
+
+
+def _write_expert(source: Checkpoint, data: BinaryIO, precision: Precision, pool: int, expert: int) -> Entry:
+    layout = ExpertLayout(source.spec, precision)
+    encoded = layout.encode(source.expert(pool, expert))
+    entry = Entry(precision, data.tell(), layout.nbytes, checksum(encoded))
+    data.write(encoded)
+    return entry
+
+
+def _resumable(journal: Path, experts: Path, header: dict[str, Any]) -> Iterator[Entry]:
+    """The experts that an earlier packing of the same model and plan wrote whole."""
+    if not journal.is_file() or not experts.is_file():
+        return
+    lines = journal.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        if not lines or parse_json(lines[0], journal, StoreError) != header:
+            return
+        with experts.open("rb") as data:
+            for line in lines[1:]:
+                entry = Entry(*parse_json(line, journal, StoreError))
+                if checksum(data.read(entry.nbytes)) != entry.checksum:
+                    return
+                yield entry
+    except (StoreError, TypeError, ValueError):  # a line that was cut
+        return
+
+
+def _keep(data: BinaryIO, entries: list[Entry]) -> None:
+    """Cut what follows the whole experts."""
+    data.seek(sum(entry.nbytes for entry in entries))
+    data.truncate()
+

@@ -1,0 +1,187 @@
+"""Read experts from a store into slots, in the background: two threads, demand before prefetch.
+
+A read goes around the page cache (direct I/O) where the file system allows it, so that the memory of a process is its
+slots and nothing else. Every expert is compared with its checksum after every read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Literal
+
+from stickymoe.errors import StoreError
+from stickymoe.reading import reason
+from stickymoe.runtime.store import EXPERTS, Store, checksum
+
+IO = Literal["direct", "buffered"]
+THREADS = 2  # more bring nothing: flash saturates at two
+
+
+class Throttle:
+    """Slow memory of a given speed: a read takes at least its bytes divided by `rate`, one read after another."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def reserve(self, n_bytes: int) -> float:
+        """Reserve time for a read before it begins; returns when it may end."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.perf_counter()) + n_bytes / self.rate
+            return self._free_at
+
+
+class Ticket:
+    """A read of one expert into one place. It is queued, running, done, failed or cancelled."""
+
+    __slots__ = ("done", "error", "expert", "nbytes", "pool", "prefetch", "running", "target")
+
+    def __init__(self, pool: int, expert: int, target: memoryview, nbytes: int, *, prefetch: bool) -> None:
+        self.pool = pool
+        self.expert = expert
+        self.target = target
+        self.nbytes = nbytes
+        self.prefetch = prefetch
+        self.running = False
+        self.done = False
+        self.error: StoreError | None = None
+
+
+class Readers:
+    """The threads that read a store. `bytes_read` counts what was really read."""
+
+    def __init__(self, store: Store, *, io: IO = "direct", throttle: Throttle | None = None) -> None:
+        self.store = store
+        self.throttle = throttle
+        self.bytes_read = 0
+        self.io, self._file = _open(store.folder / EXPERTS, io)
+        self._changed = threading.Condition()
+        self._demands: deque[Ticket] = deque()
+        self._prefetches: deque[Ticket] = deque()
+        self._closed = False
+        self._threads = [threading.Thread(target=self._work, name="expert reader", daemon=True) for _ in range(THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, ticket: Ticket) -> None:
+        with self._changed:
+            (self._prefetches if ticket.prefetch else self._demands).append(ticket)
+            self._changed.notify_all()
+
+    def promote(self, ticket: Ticket) -> None:
+        """A prefetched expert is needed now: read it before other prefetches."""
+        with self._changed:
+            if ticket in self._prefetches:
+                self._prefetches.remove(ticket)
+                self._demands.append(ticket)
+                self._changed.notify_all()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Take back a read. One that runs is waited for, since it writes to its slot until it ends."""
+        with self._changed:
+            if not ticket.running and not ticket.done:
+                (self._prefetches if ticket in self._prefetches else self._demands).remove(ticket)
+                ticket.done = True
+                return
+            while not ticket.done:
+                self._changed.wait()
+
+    def wait_any(self, tickets: list[Ticket]) -> Ticket:
+        """The first ticket that is done; raises its error if it failed."""
+        with self._changed:
+            while True:
+                for ticket in tickets:
+                    if ticket.done:
+                        if ticket.error is not None:
+                            raise ticket.error
+                        return ticket
+                if self._closed:
+                    raise StoreError(f"{self.store.folder}: the engine was closed while an expert was loaded.")
+                self._changed.wait()
+
+    def close(self) -> None:
+        """End the threads. Reads that run are finished, queued ones are dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _next(self) -> Ticket | None:
+        with self._changed:
+            while not self._closed:
+                queue = self._demands or self._prefetches
+                if queue:
+                    ticket = queue.popleft()
+                    ticket.running = True
+                    return ticket
+                self._changed.wait()
+        return None
+
+    def _work(self) -> None:
+        while (ticket := self._next()) is not None:
+            error: StoreError | None = None
+            try:
+                self._read(ticket)
+            except StoreError as e:
+                error = e
+            except Exception as e:  # a reader must never die silently: its waiter would wait for ever
+                error = self.store.damaged(ticket.pool, ticket.expert, reason(e))
+            with self._changed:
+                ticket.error = error
+                ticket.done = True
+                self._changed.notify_all()
+
+    def _read(self, ticket: Ticket) -> None:
+        entry = self.store.entries[ticket.pool][ticket.expert]
+        may_end = 0.0 if self.throttle is None else self.throttle.reserve(entry.nbytes)
+        target, at = ticket.target[: entry.nbytes], entry.offset
+        while target:
+            try:
+                n = os.preadv(self._file, [target], at)
+            except OSError as e:
+                if e.errno == errno.EINVAL and self.io == "direct":  # the file system takes the flag, but not the read
+                    self._fall_back()
+                    continue
+                raise
+            if n == 0:
+                raise self.store.damaged(ticket.pool, ticket.expert, "the file ends before it")
+            target, at = target[n:], at + n
+        if checksum(ticket.target[: entry.nbytes]) != entry.checksum:
+            raise self.store.damaged(ticket.pool, ticket.expert, "its checksum differs")
+        with self._changed:
+            self.bytes_read += entry.nbytes
+        wait = may_end - time.perf_counter()
+        if wait > 0:
+            time.sleep(wait)
+
+    def _fall_back(self) -> None:
+        with self._changed:
+            if self.io == "direct":
+                self.io, old = "buffered", self._file
+                _, self._file = _open(self.store.folder / EXPERTS, "buffered")
+                os.close(old)
+
+
+def _open(path: Path, io: IO) -> tuple[IO, int]:
+    """Open for direct reads, or for buffered ones where the file system has none."""
+    try:
+        if io == "direct" and hasattr(os, "O_DIRECT"):
+            try:
+                return "direct", os.open(path, os.O_RDONLY | os.O_DIRECT)
+            except OSError as e:
+                if e.errno != errno.EINVAL:
+                    raise
+        return "buffered", os.open(path, os.O_RDONLY)
+    except OSError as e:
+        raise StoreError(f"{path} cannot be read ({reason(e)}).") from e

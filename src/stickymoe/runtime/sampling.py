@@ -1,0 +1,51 @@
+"""How the next token is chosen from logits: the most likely one, or a random one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from stickymoe.errors import require
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Greedy, or a draw from the softmax at `temperature` among the `top_k` most likely (0: all) and the smallest set
+    with probability `top_p`. The same seed gives the same text.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.temperature > 0, "temperature", self.temperature, "a number > 0; for greedy text, omit sampling")
+        require(self.top_k >= 0, "top_k", self.top_k, "a whole number ≥ 0")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "a fraction in (0, 1]")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2⁶³ − 1")
+
+    def chooser(self) -> Chooser:
+        return Chooser(self)
+
+
+class Chooser:
+    """Chooses the tokens of one text."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._random = np.random.default_rng(sampling.seed)
+
+    def __call__(self, logits: Float[np.ndarray, " V"]) -> int:
+        s = self.sampling
+        if not s.do_sample:
+            return int(logits.argmax())
+        scaled = logits.astype(np.float64) / s.temperature
+        order = np.argsort(-scaled, kind="stable")[: s.top_k or None]
+        p = np.exp(scaled[order] - scaled[order[0]])
+        p /= p.sum()
+        kept = int(np.searchsorted(p.cumsum(), s.top_p)) + 1
+        return int(self._random.choice(order[:kept], p=p[:kept] / p[:kept].sum()))
