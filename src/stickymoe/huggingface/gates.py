@@ -90,18 +90,23 @@ def find_model(model: nn.Module) -> PreTrainedModel:
     raise ConfigError(f"attach: got {type(model).__name__}, expected a transformers model or a wrapper around one.")
 
 
-def find_gates(model: PreTrainedModel) -> list[Gate]:
-    """The gates of a supported model, in the order of its layers; refused by name otherwise."""
-    family = _family_of(type(model)) or str(getattr(model.config, "model_type", type(model).__name__))
+def family_of(model: PreTrainedModel) -> str:
+    """The family of a model: a folder of transformers, otherwise what its config calls itself."""
+    return _family_of(type(model)) or str(getattr(model.config, "model_type", type(model).__name__))
+
+
+def find_gates(model: PreTrainedModel, *, command: str = "attach") -> list[Gate]:
+    """The gates of a supported model, in the order of its layers; refused by name otherwise, in the command's name."""
+    family = family_of(model)
     given = f"{type(model).__name__} (family {family})"
     if family in REFUSED:
-        raise ConfigError(f"attach: got {given}, which is not supported: {REFUSED[family]}. {_offer()}")
+        raise ConfigError(f"{command}: got {given}, which is not supported: {REFUSED[family]}. {_offer()}")
     gates = list(_gates(model, family))
     if not gates:
-        raise ConfigError(f"attach: got {given}, which has no gate and experts. {_offer()}")
+        raise ConfigError(f"{command}: got {given}, which has no gate and experts. {_offer()}")
     for gate in gates:
         if gate.family not in FAMILIES:
-            raise ConfigError(f"attach: got {given}, a family that is not known. {_offer()}")
+            raise ConfigError(f"{command}: got {given}, a family that is not known. {_offer()}")
     return gates
 
 

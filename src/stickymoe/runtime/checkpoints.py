@@ -1,0 +1,350 @@
+"""Open a trained model for packing: read its experts one by one, and everything else tensor by tensor.
+
+A run of ours has stacks of experts. A folder of transformers has one tensor per expert and matrix, or stacks, and other
+names than the model: its own conversions are applied, to the tensors of one expert at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from stickymoe.errors import ConfigError, DataError, RunError
+from stickymoe.huggingface.gates import Gate
+from stickymoe.reading import read_text, reason
+from stickymoe.runs.folder import RunFolder
+from stickymoe.runs.settings import read_config
+from stickymoe.runtime.formats import ExpertSpec, TensorSpec
+from stickymoe.runtime.hosts import (
+    bare_model,
+    expert_gates,
+    expert_keys,
+    expert_spec,
+    is_transposed,
+    n_experts,
+    require_complete,
+)
+from stickymoe.runtime.tensors import Entry, entries_of, find_entries, fingerprint
+from stickymoe.training.checkpoint import find_checkpoint
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+
+
+class Checkpoint(ABC):
+    """A trained model on disk.
+
+    kind: "run" for a run of ours, "transformers" for a folder of transformers
+    name: of its folder
+    spec: the tensors of every expert
+    n_layers: layers that have experts; layers that share their experts count as one
+    n_experts: experts of each of these layers
+    top_k: experts that a token uses
+    fingerprint: a hash that changes with the weights or the settings
+    """
+
+    kind: str
+    name: str
+    spec: ExpertSpec
+    n_layers: int
+    n_experts: int
+    top_k: int
+    fingerprint: str
+
+    @abstractmethod
+    def expert(self, layer: int, e: int) -> list[Tensor]:
+        """The tensors of `spec` of one expert, in the type in which they are saved."""
+
+    @abstractmethod
+    def dense(self) -> Iterator[tuple[str, Tensor]]:
+        """Every other tensor with its name in the state of the model, in the type in which it is saved."""
+
+    @abstractmethod
+    def copy_config(self, folder: Path) -> None:
+        """Copy everything but weights that running the model needs: config, tokenizer, chat template."""
+
+    def _require_expert(self, layer: int, e: int) -> None:
+        if not (0 <= layer < self.n_layers and 0 <= e < self.n_experts):
+            expected = f"layer < {self.n_layers} and expert < {self.n_experts}"
+            raise DataError(f"{self.name}: got layer {layer} and expert {e}, expected {expected}.")
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The newest checkpoint of a run, or the model of a folder of transformers."""
+    if RunFolder(folder).config.is_file():
+        return RunCheckpoint(folder)
+    if (folder / "config.json").is_file():
+        return TransformersCheckpoint(folder)
+    raise RunError(
+        f"{folder} has neither config.yaml nor config.json: expected the folder of a run, or of a transformers model."
+    )
+
+
+class RunCheckpoint(Checkpoint):
+    """The newest complete checkpoint of a run."""
+
+    kind = "run"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = RunFolder(folder)
+        config = read_config(file=self._folder.config)
+        chosen = find_checkpoint(self._folder.checkpoints)
+        if chosen is None:
+            raise RunError(f"{folder} has no checkpoint to pack: resume or repeat the run first.")
+        self._entries = entries_of(chosen / "model.safetensors")
+        c = config.model
+        d, f = c.d_model, c.d_ff
+        self.name = folder.resolve().name
+        self.n_layers, self.n_experts, self.top_k = c.n_layers // c.layers_per_pool, c.pool_size, c.top_k
+        shapes = {"up": (f, d), "down": (d, f), "up_bias": (f,), "down_bias": (d,)}
+        self.spec = ExpertSpec(tuple(TensorSpec(*item) for item in shapes.items()), "gelu", gated=False)
+        if not any(".ffn.experts." in name for name in self._entries):
+            raise RunError(f"{folder} has no experts: its variant is {config.variant.name}, a dense model.")
+        # The first layer of a pool owns its experts.
+        self._stacks = [
+            [self._stack(i * c.layers_per_pool, t, chosen) for t in self.spec.tensors] for i in range(self.n_layers)
+        ]
+        self.fingerprint = fingerprint(self._entries, read_text(self._folder.config, RunError))
+
+    def _stack(self, block: int, tensor: TensorSpec, checkpoint: Path) -> Entry:
+        entry = self._entries.get(f"blocks.{block}.ffn.experts.{tensor.name}")
+        if entry is None or entry.shape != (self.n_experts, *tensor.shape):
+            raise RunError(f"Checkpoint {checkpoint} does not fit the config of its run (experts of block {block}).")
+        return entry
+
+    def expert(self, layer: int, e: int) -> list[Tensor]:
+        self._require_expert(layer, e)
+        return [stack.row(e)[0] for stack in self._stacks[layer]]
+
+    def dense(self) -> Iterator[tuple[str, Tensor]]:
+        for name, entry in self._entries.items():
+            if ".ffn.experts." not in name:
+                yield name, entry.read()
+
+    def copy_config(self, folder: Path) -> None:
+        for file in (self._folder.config, self._folder.tokenizer):
+            _copy(file, folder)
+
+
+@dataclass
+class _Source:
+    """The tensors of a checkpoint that one conversion turns into one or more tensors of the model."""
+
+    converter: WeightConverter | None  # None: the tensor is used as it is
+    keys: dict[str, list[str]] = field(default_factory=dict)  # pattern of the converter → names in the checkpoint
+
+    @property
+    def merges(self) -> bool:
+        """Whether it makes a stack of one tensor per expert."""
+        return self.converter is not None and any(isinstance(op, MergeModulelist) for op in self.converter.operations)
+
+    @property
+    def separable(self) -> bool:
+        """Whether it treats every expert alone."""
+        return self.converter is None or all(map(_keeps_experts_apart, self.converter.operations))
+
+    def names(self, first: str) -> list[str]:
+        """The names in the model, of which `first` is the first."""
+        if self.converter is None:
+            return [first]
+        patterns = self.converter.target_patterns
+        return [first.replace(patterns[0], pattern) for pattern in patterns]
+
+    def convert(self, name: str, tensors: dict[str, list[Tensor]], model: Any, config: Any) -> dict[str, Tensor]:
+        """The tensors of the model, from those of the checkpoint."""
+        if self.converter is None:
+            ((tensor,),) = tensors.values()
+            return {name: tensor}
+        converter = deepcopy(self.converter)
+        for pattern, group in tensors.items():
+            for key, tensor in zip(self.keys[pattern], group, strict=False):
+                converter.add_tensor(name, key, pattern, tensor)  # type: ignore[arg-type]
+        converted = converter.convert(name, model=model, config=config)
+        return {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
+
+
+class TransformersCheckpoint(Checkpoint):
+    """A folder that `save_pretrained` wrote, or one published in the same form."""
+
+    kind = "transformers"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._model, _ = bare_model(folder)
+        gates = expert_gates(self._model)
+        self._modules = [gate.experts[0] for gate in gates]
+        self.name = folder.resolve().name
+        self.n_layers, self.top_k = len(gates), _top_k(gates[0])
+        self.spec, self.n_experts = _common_spec(gates)
+        self._entries = find_entries(folder)
+        self._sources = _sources(self._model, self._entries)
+        self._experts = self._expert_sources()
+        self._require_dense()
+        self.fingerprint = fingerprint(self._entries, read_text(folder / "config.json", ConfigError))
+        self._layer: tuple[str, Tensor] | None = None  # the stack that was converted last
+
+    def expert(self, layer: int, e: int) -> list[Tensor]:
+        self._require_expert(layer, e)
+        tensors = []
+        for t in self.spec.tensors:
+            name, first = self._experts[layer, t.name]
+            tensor = self._one(name, first, e) if self._sources[first].separable else self._stack(name, first)[e]
+            if is_transposed(self._modules[layer], t.name):
+                tensor = tensor.T
+            if tuple(tensor.shape) != t.shape:
+                raise DataError(
+                    f"{self._folder}: {name} has experts of {list(tensor.shape)}, expected {list(t.shape)}."
+                )
+            tensors.append(tensor.contiguous())
+        return tensors
+
+    def dense(self) -> Iterator[tuple[str, Tensor]]:
+        stacks = {first for _, first in self._experts.values()}
+        for first, source in self._sources.items():
+            if first not in stacks:
+                yield from self._whole(first, source).items()
+
+    def copy_config(self, folder: Path) -> None:
+        """Copy every file of the folder that has no weights, and its additional chat templates."""
+        templates = self._folder / "additional_chat_templates"
+        for file in [*sorted(self._folder.iterdir()), *sorted(templates.glob("*"))]:
+            weights = file.name.endswith(_WEIGHTS) or file.name.endswith(".index.json")
+            if file.is_file() and not weights and not file.name.startswith("."):
+                _copy(file, folder / file.parent.relative_to(self._folder))
+
+    def _expert_sources(self) -> dict[tuple[int, str], tuple[str, str]]:
+        """Layer and tensor of an expert → name of its stack in the model, and first name of its conversion."""
+        made_by = {name: first for first, source in self._sources.items() for name in source.names(first)}
+        found = {}
+        for name, (layer, tensor) in expert_keys(self._model).items():
+            if name not in made_by:
+                raise DataError(f"{self._folder} has no tensors for {name!r}; its shards may be incomplete.")
+            found[layer, tensor] = (name, made_by[name])
+        for first in {first for _, first in found.values()}:
+            self._require_all_experts(first, self._sources[first])
+        return found
+
+    def _require_all_experts(self, first: str, source: _Source) -> None:
+        patterns = 1 if source.converter is None else len(source.converter.source_patterns)
+        for pattern, keys in source.keys.items():
+            n = len(keys) if source.merges else self._entries[keys[0]].shape[0]
+            if n != self.n_experts or len(source.keys) != patterns:
+                raise DataError(
+                    f"{self._folder}: got {n} experts of {pattern!r} for {first!r}, expected {self.n_experts}, and "
+                    f"{patterns} tensors of each; its shards may be incomplete."
+                )
+
+    def _require_dense(self) -> None:
+        """Refuse a checkpoint that lacks a tensor, before anything is packed."""
+        made = {name for first, source in self._sources.items() for name in source.names(first)}
+        missing = set(self._model.state_dict()) - made
+        ties = self._model.all_tied_weights_keys
+        groups = [{target, source} for target, source in ties.items()]
+        tied = {name for group in groups if group - missing for name in group}
+        tied |= {target for target, source in ties.items() if source in tied}
+        require_complete(self._model, missing - tied, str(self._folder))
+
+    def _one(self, name: str, first: str, e: int) -> Tensor:
+        """One expert of a stack, converted alone."""
+        source = self._sources[first]
+        tensors = {
+            pattern: [self._entries[keys[e]].read() if source.merges else self._entries[keys[0]].row(e)]
+            for pattern, keys in source.keys.items()
+        }
+        return source.convert(first, tensors, _OneExpert(self._model), self._model.config)[name][0]
+
+    def _stack(self, name: str, first: str) -> Tensor:
+        """A whole stack. The last one is kept, because experts are read in order."""
+        if self._layer is None or self._layer[0] != name:
+            self._layer = None
+            self._layer = name, self._whole(first, self._sources[first])[name]
+        return self._layer[1]
+
+    def _whole(self, first: str, source: _Source) -> dict[str, Tensor]:
+        tensors = {pattern: [self._entries[key].read() for key in keys] for pattern, keys in source.keys.items()}
+        return source.convert(first, tensors, self._model, self._model.config)
+
+
+class _OneExpert:
+    """A model whose stacks have one expert: conversions that look at the shape of a parameter see that of a part."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._model.get_parameter(name)[:1]
+
+
+def _keeps_experts_apart(operation: ConversionOps) -> bool:
+    """Whether an operation on stacks [N, …] does the same to every expert."""
+    if isinstance(operation, MergeModulelist):
+        return bool(operation.dim == 0)
+    if isinstance(operation, Chunk | Concatenate | Interleave):
+        return operation.dim not in (0, -3)
+    if isinstance(operation, Transpose):
+        return not {operation.dim0, operation.dim1} & {0, -3}
+    return False
+
+
+def _sources(model: PreTrainedModel, entries: dict[str, Entry]) -> dict[str, _Source]:
+    """What makes each tensor of the model, as `from_pretrained` decides it; names that it ignores are left out."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    sources: dict[str, _Source] = {}
+    for key in sorted(entries, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:  # it has the names of the model already
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name in state:
+            source = sources.setdefault(name, _Source(by_pattern[pattern] if pattern is not None else None))
+            source.keys.setdefault(pattern or key, []).append(key)
+    return sources
+
+
+def _top_k(gate: Gate) -> int:
+    inner: Any = gate.inner
+    k = getattr(inner, "top_k", None)
+    return int(inner.config.top_k_experts if k is None else k)
+
+
+def _common_spec(gates: list[Gate]) -> tuple[ExpertSpec, int]:
+    """The spec and the number of experts, which all layers must have in common."""
+    specs = [(expert_spec(gate.experts[0]), n_experts(gate.experts[0])) for gate in gates]
+    for gate, other in zip(gates, specs, strict=True):
+        if other != specs[0]:
+            raise ConfigError(
+                f"pack: the experts of {gate.name.rpartition('.')[0]} differ in number or shape from those of "
+                f"{gates[0].name.rpartition('.')[0]}, which is not supported: expected the same in all layers."
+            )
+    return specs[0]
+
+
+def _copy(file: Path, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / file.name)
+    except OSError as e:
+        raise DataError(f"{file} cannot be copied to {folder} ({reason(e)}).") from e
