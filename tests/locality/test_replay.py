@@ -69,6 +69,24 @@ def test_cache_serves_every_request_as_the_reference_does(case, C):
             assert cache.resident == frozenset(resident)
 
 
+@thorough
+@given(requests(), capacities)
+def test_evictions_are_those_of_the_reference(case, C):
+    evictions = 0
+    for stream in streams(case):
+        resident = []
+        for request in stream:
+            evictions += len(reference.lru_request(resident, request, C)[2])
+    result = run(case, C)
+    assert result.evictions == evictions <= result.loads
+
+
+@thorough
+@given(requests(), st.integers(0, 2))
+def test_a_cache_for_every_expert_evicts_nothing_and_a_cold_start_is_no_eviction(case, spare):
+    assert run(case, case.n_experts + spare).evictions == 0
+
+
 # By hand
 
 

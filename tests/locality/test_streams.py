@@ -117,11 +117,11 @@ def asked_of_caches(table, access):
 
 
 def plain(table, access, policy, C):
-    """(accesses, misses, prefetched, wasted) of each cache, with cache objects and no cleverness."""
+    """(accesses, misses, prefetched, wasted, evictions) of each cache, with cache objects and no cleverness."""
     results = []
     for asked in asked_of_caches(table, access):
         everything = [sorted(request) for text in asked.values() for _, request in text]
-        total = [0, 0, 0, 0]
+        total, stats = [0, 0, 0, 0, 0], []
         for text in asked.values():
             requests = [list(request) for _, request in text]
             known = {"rank": everything, "next_use": requests, None: None}[find_policy(policy).knows]
@@ -132,6 +132,7 @@ def plain(table, access, policy, C):
                     fetched = cache.prefetch(expected)
                     total[2] += len(fetched.loads)
                     total[3] += len(unused & set(fetched.evictions))
+                    total[4] += len(fetched.evictions)
                     unused = (unused - set(fetched.evictions)) | {load.expert for load in fetched.loads}
                 outcome = cache.request_union(request) if isinstance(request, set) else cache.request(request)
                 assert set(outcome.hits) | {load.expert for load in outcome.loads} == set(request)
@@ -140,13 +141,20 @@ def plain(table, access, policy, C):
                 unused -= set(outcome.hits)
                 total[3] += len(unused & set(outcome.evictions))
                 unused -= set(outcome.evictions)
+                total[4] += len(outcome.evictions)
             total[3] += len(unused)
+            stats.append(counts_of(cache.stats))
+        assert total == [sum(values) for values in zip(*stats, strict=True)] or not stats
         results.append(tuple(total))
     return results
 
 
+def counts_of(stats):
+    return stats.accesses, stats.misses, stats.prefetched, stats.wasted, stats.evictions
+
+
 def counts(result):
-    return [(c.accesses, c.misses, c.prefetched, c.wasted) for c in result.caches]
+    return [counts_of(stats) for stats in result.caches]
 
 
 @pytest.mark.parametrize("policy", policy_names())

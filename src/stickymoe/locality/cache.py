@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, SupportsIndex
 
 import numpy as np
@@ -54,6 +55,47 @@ class Outcome(NamedTuple):
         return tuple(load.evicted for load in self.loads if load.evicted is not None)
 
 
+@dataclass(frozen=True)
+class CacheStats:
+    """What one cache of `capacity` slots counted.
+
+    wasted: experts that were prefetched and not used
+    evictions: residents that made room for a load or a prefetch; None where only misses are known (a miss curve)
+    """
+
+    policy: str
+    capacity: int
+    hits: int
+    misses: int
+    prefetched: int = 0
+    wasted: int = 0
+    evictions: int | None = None
+
+    @property
+    def accesses(self) -> int:
+        return self.hits + self.misses
+
+    @property
+    def loads(self) -> int:
+        return self.misses + self.prefetched
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.accesses if self.accesses else float("nan")
+
+    @property
+    def miss_rate(self) -> float:
+        return self.misses / self.accesses if self.accesses else float("nan")
+
+    @classmethod
+    def of(cls, state: p.State, *, policy: str, capacity: int, misses: int) -> CacheStats:
+        """The counts in the state of a cache, which knows no misses."""
+        hits, prefetched, useful, evictions = (
+            int(state[p.VAR, i]) for i in (p.HITS, p.PREFETCHED, p.USEFUL, p.EVICTIONS)
+        )
+        return cls(policy, capacity, hits, misses, prefetched, prefetched - useful, evictions)
+
+
 class Cache:
     """`capacity` slots for experts; `serving` defines how a request is served.
 
@@ -71,6 +113,7 @@ class Cache:
         self.capacity = require_slots(capacity)
         self._request = self.policy.loops.request
         self._state = p.new_state(self.capacity, self.capacity)
+        self._misses = 0
         self._in_flight: set[int] = set()
         self._ahead: dict[int, deque[int]] = {}
         if self.policy.knows is not None:
@@ -88,6 +131,11 @@ class Cache:
     def in_flight(self) -> frozenset[int]:
         """Prefetched experts whose load is neither committed nor cancelled."""
         return frozenset(self._in_flight)
+
+    @property
+    def stats(self) -> CacheStats:
+        """What was counted so far. A prefetch that is not used yet, or was cancelled, counts as wasted."""
+        return CacheStats.of(self._state, policy=self.policy.name, capacity=self.capacity, misses=self._misses)
 
     def slot_of(self, expert: int) -> int | None:
         """The slot of an expert, None if it is not resident."""
@@ -150,6 +198,8 @@ class Cache:
         self._request(s, kind, entries, 0, len(asked))
         expert, slot, evicted = s[p.LOADED : p.EVICTED + 1, : s.item(p.VAR, p.LOADS)].tolist()
         loads = tuple([Load(e, i, None if out < 0 else out) for e, i, out in zip(expert, slot, evicted, strict=True)])
+        if kind != PREFETCH:
+            self._misses += len(loads)
         served = asked[: self.capacity] if kind == PREFETCH else asked
         hits = tuple([e for e in served if e not in expert])
         if not self._in_flight:

@@ -59,7 +59,7 @@ HELD = 8  # the entry in each slot, −1 if it is free
 SCORE, STAMP = 9, 10  # of each slot; a pinned slot has the score NEVER
 LOADED, INTO, EVICTED = 11, 12, 13  # the loads of the last request: entry, slot, and the entry it replaced or −1
 VAR = 14  # these variables of the cache:
-CAPACITY, SIZE, HITS, LOADS, PREFETCHED, USEFUL, HAND, AGE, CLOCK = range(9)
+CAPACITY, SIZE, HITS, LOADS, PREFETCHED, USEFUL, EVICTIONS, HAND, AGE, CLOCK = range(10)
 
 State = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -74,7 +74,7 @@ def new_state(n_entries: int, capacity: int) -> State:
 
 @njit(cache=True)
 def clear(s: Any) -> None:
-    """Empty the cache; the counts of hits and prefetches are kept."""
+    """Empty the cache; the counts of hits, prefetches and evictions are kept: emptying is no eviction."""
     end = s.shape[1] - 1
     s[SLOT] = s[HELD] = -1
     s[UNUSED] = 0

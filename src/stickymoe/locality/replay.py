@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int64, Integer
 from stickymoe.errors import ConfigError, DataError, require
 from stickymoe.locality import kernels
 from stickymoe.locality import policies as p
-from stickymoe.locality.cache import require_slots
+from stickymoe.locality.cache import CacheStats, require_slots
 from stickymoe.locality.policies import Policy, find_policy
 from stickymoe.locality.serving import ASK, PREFETCH
 from stickymoe.locality.streams import Access, Rows, Stream, join, streams
@@ -20,34 +20,6 @@ from stickymoe.locality.table import RouteTable, extremes
 
 # From k slots on, a larger cache of these policies holds all that a smaller one holds: one pass gives a whole curve.
 STACK_POLICIES = ("lru", "static", "belady")
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """The hits and misses of one cache of `capacity` slots; `wasted` experts were prefetched and not used."""
-
-    policy: str
-    capacity: int
-    hits: int
-    misses: int
-    prefetched: int = 0
-    wasted: int = 0
-
-    @property
-    def accesses(self) -> int:
-        return self.hits + self.misses
-
-    @property
-    def loads(self) -> int:
-        return self.misses + self.prefetched
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hits / self.accesses if self.accesses else float("nan")
-
-    @property
-    def miss_rate(self) -> float:
-        return self.misses / self.accesses if self.accesses else float("nan")
 
 
 def replay(
@@ -116,15 +88,8 @@ def replay_stream(stream: Stream, *, policy: str, capacity: SupportsIndex) -> Ca
             found.loops.replay_rows(state, *rows, stream.k, stream.prefetch_size, future)
     else:
         _replay_requests(stream, found, state)
-    hits, prefetched, useful = (int(state[p.VAR, i]) for i in (p.HITS, p.PREFETCHED, p.USEFUL))
-    return CacheStats(
-        policy=policy,
-        capacity=slots,
-        hits=hits,
-        misses=stream.accesses - hits,
-        prefetched=prefetched,
-        wasted=prefetched - useful,
-    )
+    misses = stream.accesses - int(state[p.VAR, p.HITS])
+    return CacheStats.of(state, policy=policy, capacity=slots, misses=misses)
 
 
 def _replay_requests(stream: Stream, policy: Policy, state: p.State) -> None:
@@ -189,6 +154,12 @@ class Simulation:
         return sum(c.wasted for c in self.caches)
 
     @property
+    def evictions(self) -> int | None:
+        """Evictions of all caches; None if the simulation is a point of a miss curve."""
+        counts = [c.evictions for c in self.caches if c.evictions is not None]
+        return sum(counts) if len(counts) == len(self.caches) else None
+
+    @property
     def slots(self) -> int:
         return sum(c.capacity for c in self.caches)
 
@@ -237,7 +208,7 @@ class MissCurve:
         return float(self.rates[self._place(capacity)])
 
     def at(self, capacity: int) -> Simulation:
-        """The result of `simulate` with `capacity` slots in every cache."""
+        """The result of `simulate` with `capacity` slots in every cache, without evictions."""
         counts = zip(self.accesses.tolist(), self.misses[:, self._place(capacity)].tolist(), strict=True)
         caches = (CacheStats(self.policy, capacity, hits=n - misses, misses=misses) for n, misses in counts)
         return Simulation(tuple(caches), self.tokens)

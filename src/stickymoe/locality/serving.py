@@ -20,6 +20,7 @@ from numba import njit
 from stickymoe.locality.policies import (
     CAPACITY,
     EVICTED,
+    EVICTIONS,
     HELD,
     HINT,
     HITS,
@@ -56,6 +57,7 @@ def _load(s: Any, e: int) -> None:
         forget(s, out)
         s[SLOT, out] = -1
         s[UNUSED, out] = 0
+        s[VAR, EVICTIONS] += 1
     else:
         out = -1
         slot = s[VAR, SIZE]
