@@ -60,6 +60,7 @@ class Checkpoint(ABC):
     n_layers: layers that have experts; layers that share their experts count as one
     n_experts: experts of each of these layers
     top_k: experts that a token uses
+    layers_per_pool: adjacent layers of the model that share their experts
     fingerprint: a hash that changes with the weights or the settings
     """
 
@@ -69,6 +70,7 @@ class Checkpoint(ABC):
     n_layers: int
     n_experts: int
     top_k: int
+    layers_per_pool: int = 1
     fingerprint: str
 
     @abstractmethod
@@ -115,6 +117,7 @@ class RunCheckpoint(Checkpoint):
         c = config.model
         d, f = c.d_model, c.d_ff
         self.name = folder.resolve().name
+        self.layers_per_pool = c.layers_per_pool
         self.n_layers, self.n_experts, self.top_k = c.n_layers // c.layers_per_pool, c.pool_size, c.top_k
         shapes = {"up": (f, d), "down": (d, f), "up_bias": (f,), "down_bias": (d,)}
         self.spec = ExpertSpec(tuple(TensorSpec(*item) for item in shapes.items()), "gelu", gated=False)

@@ -23,7 +23,7 @@ from stickymoe.runtime.experts import ExpertLayers, Kernel
 from stickymoe.runtime.memory import Region
 from stickymoe.runtime.readers import IO, Readers, Throttle
 from stickymoe.runtime.sampling import Sampling
-from stickymoe.runtime.slots import SCRATCH_SLOTS, OnMiss, Pool, Waits
+from stickymoe.runtime.slots import COUNTS, SCRATCH_SLOTS, OnMiss, Pool, Waits
 from stickymoe.runtime.store import Store
 
 if TYPE_CHECKING:
@@ -223,15 +223,14 @@ class Engine:
         if self.layers is not None:
             self.layers.reset()
             for pool in self.layers.pools:
-                pool.reset_counts() if warm else pool.clear()
+                pool.begin(warm=warm)
 
     def _stats(self, n_prompt: int, n: int, read_before: int, prompt_s: float, decode_s: float) -> Stats:
-        counts = [] if self.layers is None else [pool.cache.stats for pool in self.layers.pools]
-        names = ("hits", "misses", "evictions", "prefetched", "wasted", "bypassed")
+        counts = [] if self.layers is None else [pool.counts for pool in self.layers.pools]
         return Stats(
             prompt_tokens=n_prompt,
             tokens=n,
-            **{name: sum(getattr(c, name) for c in counts) for name in names},
+            **{name: sum(c[name] for c in counts) for name in COUNTS},
             bytes_read=0 if self._readers is None else self._readers.bytes_read - read_before,
             stall_s=self._waits.stall_s,
             late_s=self._waits.late_s,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from safetensors.torch import load_file
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stickymoe.errors import ConfigError, RunError
-from stickymoe.models.gpt import GPT, DecodeCache
+from stickymoe.models.gpt import Block, DecodeCache
 from stickymoe.models.moe import MoE
 from stickymoe.reading import reason
+from stickymoe.routing.rules import RouterInput
 from stickymoe.runs.settings import read_config
 from stickymoe.runtime.experts import ExpertLayers
 from stickymoe.runtime.sampling import Sampling
@@ -48,6 +48,7 @@ class RunHost:
     def __init__(self, folder: Path, layers: ExpertLayers | None, threads: int) -> None:
         self.layers = layers
         self.threads = threads
+        self._now: tuple[DecodeCache, int] | None = None  # the state before the token that is computed
         config = read_config(file=folder / "config.yaml")
         try:
             self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -117,6 +118,22 @@ class RunHost:
     def _forward(self, tokens: list[int], cache: DecodeCache | None) -> Float[Tensor, "T V"]:
         if self.layers is not None:
             self.layers.begin()
+        self._now = None if cache is None else (cache, tokens[-1])
         out = self.model(torch.tensor([tokens]), cache=cache)
         assert out.logits is not None
         return out.logits[0]
+
+    def _predict(self, layer: int, x: Float[Tensor, "1 d"]) -> list[int] | None:
+        """What the router of a layer would choose for the hidden state of the layer before; its state stays."""
+        if self._now is None:
+            return None
+        cache, token = self._now
+        block, past = self.model.blocks[layer], cache.layers[layer]
+        assert isinstance(block, Block)
+        assert isinstance(block.ffn, MoE)
+        if block.ffn.router.rule.source != "h":  # what it reads is not known before the layer
+            return None
+        position = torch.tensor([[cache.length]])
+        seen = RouterInput(x[None], tokens=torch.tensor([[token]]), position=position)
+        routing = block.ffn.router(seen, None if past is None else past.router)
+        return [e for e, w in zip(routing.S[0, 0].tolist(), routing.w[0, 0].tolist(), strict=True) if w != 0]

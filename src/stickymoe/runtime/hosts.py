@@ -201,12 +201,15 @@ def expert_keys(model: PreTrainedModel) -> dict[str, tuple[int, str]]:
     }
 
 
-def build_without_experts(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def build_without_experts(
+    folder: Path, dtype: torch.dtype | None = None, *, dense: Path | None = None
+) -> PreTrainedModel:
     """The model of a packed folder in eval mode, its experts on the meta device.
 
+    dense: the file of the other weights; by default that of the folder
     dtype: of everything that transformers does not keep in fp32; by default as `from_pretrained` chooses
     """
-    file = folder / DENSE_FILE
+    file = dense or folder / DENSE_FILE
     entries = entries_of(file)
     saved = next((e.dtype for e in entries.values() if e.dtype.is_floating_point), torch.float32)
     model, dtype = bare_model(folder, dtype, saved)

@@ -59,8 +59,9 @@ def open_host(folder: Path, layers: ExpertLayers | None, threads: int) -> Host:
         from stickymoe.runtime.gpt import RunHost
 
         return RunHost(folder, layers, threads)
-    from stickymoe.runtime.hosts import TransformersHost
+    from stickymoe.runtime.foreign import TransformersHost
 
+    assert layers is not None
     return TransformersHost(folder, layers, threads)
 
 

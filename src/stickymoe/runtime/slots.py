@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from stickymoe.runtime.memory import Region
 from stickymoe.runtime.readers import Readers, Ticket
 
 OnMiss = Literal["load", "bypass"]
+COUNTS = ("hits", "misses", "evictions", "prefetched", "wasted", "bypassed")
 SCRATCH_SLOTS = 2  # one is computed while the other is read
 
 
@@ -57,7 +59,9 @@ class Pool:
         scratch: Region | None,
     ) -> None:
         self.number = number
-        self.cache = Cache(capacity=capacity, policy=policy, on_miss=on_miss)
+        self._new_cache = partial(Cache, capacity=capacity, policy=policy, on_miss=on_miss)
+        self.cache = self._new_cache()
+        self._counted = [0] * len(COUNTS)  # what the cache had counted when the text began
         self.region = Region(capacity, readers.store.slot_bytes)
         self._readers = readers
         self._waits = waits
@@ -84,13 +88,24 @@ class Pool:
             ticket = self._submit(load.expert, load.slot, load.evicted, prefetch=True)
             self._prefetches[load.expert] = ticket
 
-    def clear(self) -> None:
-        """Empty the slots, and set all counts to 0."""
-        for ticket in self._last.values():
-            self._readers.cancel(ticket)
-        self.cache.clear()
-        for held in (self._slot, self._prefetches, self._last):
-            held.clear()
+    def begin(self, *, warm: bool) -> None:
+        """A text begins: empty the slots unless `warm`, and count from 0."""
+        if not warm:
+            for ticket in self._last.values():
+                self._readers.cancel(ticket)
+            for held in (self._slot, self._prefetches, self._last):
+                held.clear()
+            self.cache = self._new_cache()
+        self._counted = self._counts()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What the cache counted since the text began."""
+        return {name: now - before for name, now, before in zip(COUNTS, self._counts(), self._counted, strict=True)}
+
+    def _counts(self) -> list[int]:
+        stats = self.cache.stats
+        return [getattr(stats, name) for name in COUNTS]
 
     def _serve(self, outcome: Outcome) -> Iterator[Resident]:
         loads = deque(outcome.loads)

@@ -1,0 +1,114 @@
+"""A transformers model around expert slots: its own forward pass, with the experts computed by ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+
+from stickymoe.errors import ConfigError
+from stickymoe.reading import reason
+from stickymoe.runtime.experts import ExpertLayers
+from stickymoe.runtime.hosts import build_without_experts, expert_gates, install, torch_expert
+from stickymoe.runtime.sampling import Sampling
+
+
+class TransformersHost:
+    """A model of transformers, from a store."""
+
+    def __init__(self, folder: Path, layers: ExpertLayers, threads: int) -> None:
+        self.layers = layers
+        self.model: PreTrainedModel = build_without_experts(folder, dense=layers.dense)
+        self._gates = expert_gates(self.model)
+        self._installed = install(self.model, self._compute)
+        self._tokenizer_folder = folder
+        self._tokenizer: Any = None
+        text_config = self.model.config.get_text_config()
+        self.context = int(getattr(text_config, "max_position_embeddings", 0) or 0)
+        self.vocab_size = int(text_config.vocab_size)
+        layers.predict = self._predict
+        torch.set_num_threads(threads)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Loaded when text is encoded or decoded: token ids need none."""
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_folder)
+            except (OSError, ValueError, KeyError, ImportError) as e:
+                raise ConfigError(f"{self._tokenizer_folder} has no tokenizer that loads ({reason(e)}).") from e
+        return self._tokenizer
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters() if not p.is_meta)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        config = getattr(self.model, "generation_config", None)
+        ends = getattr(config, "eos_token_id", None)
+        return () if ends is None else tuple(ends) if isinstance(ends, list) else (int(ends),)
+
+    def encode(self, text: str, *, chat: bool) -> list[int]:
+        if not chat:
+            return list(self.tokenizer(text)["input_ids"])
+        if not self.tokenizer.chat_template:
+            raise ConfigError(f"--chat: {self._tokenizer_folder} has no chat template; omit --chat.")
+        messages = [{"role": "user", "content": text}]
+        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    @torch.no_grad()
+    def generate(
+        self, ids: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]
+    ) -> Iterator[int]:
+        self._require_known(ids)
+        choose = sampling.chooser()
+        out = self._forward(ids, None)
+        for n in range(max_new_tokens):
+            token = choose(out.logits[0, -1].float().numpy())
+            yield token
+            if token in stop_ids or n + 1 == max_new_tokens:
+                return
+            out = self._forward([token], out.past_key_values)
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:
+        self._require_known(ids)
+        logits: Tensor = self._forward(ids, None).logits[0]
+        return logits
+
+    def _forward(self, tokens: list[int], past: Any) -> Any:
+        self.layers.begin()
+        return self.model(input_ids=torch.tensor([tokens]), past_key_values=past, use_cache=True)
+
+    def _require_known(self, ids: list[int]) -> None:
+        if max(ids) >= self.vocab_size:
+            raise ConfigError(f"ids: got token {max(ids)}, expected 0 … {self.vocab_size - 1}.")
+
+    def _compute(
+        self,
+        layer: int,
+        module: nn.Module,
+        x: Float[Tensor, "n d"],
+        S: Int[Tensor, "n k"],
+        w: Float[Tensor, "n k"],
+    ) -> Float[Tensor, "n d"]:
+        return self.layers.compute(layer, x, S, w, lambda tensors, rows: torch_expert(module, tensors, rows), "expert")
+
+    def _predict(self, layer: int, x: Float[Tensor, "1 d"]) -> list[int] | None:
+        """What the gate of a layer chooses for the hidden state of the layer before."""
+        gate = self._gates[layer]
+        reading = gate.read(gate.module(x))
+        w, order = reading.weights[0].sort(descending=True, stable=True)
+        N = self.layers.store.contents.n_experts
+        chosen = reading.indices[0, order]
+        return [e for e, weight in zip(chosen.tolist(), w.tolist(), strict=True) if e < N and weight != 0]
