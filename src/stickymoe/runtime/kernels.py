@@ -1,0 +1,213 @@
+"""Compiled loops that compute an expert for one token, straight from its bytes in a slot.
+
+`slot` is the expert's bytes (uint8, contiguous) and `spec` its `ExpertLayout.spec_array`; x, hidden and out are
+contiguous float32 vectors: x and out of d numbers, hidden of at least m for what is in between. All of them release the
+interpreter lock, so that threads that read from disk run meanwhile. Sums are in fp32.
+
+numba promotes small integers to 64 bits, which would make the loops over int8 and int4 ten times slower: hence the
+casts to int32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from stickymoe.runtime.formats import (
+    ACTIVATIONS,
+    FIELD_ACTIVATION,
+    FIELD_D,
+    FIELD_DOWN,
+    FIELD_DOWN_BIAS,
+    FIELD_DOWN_SCALES,
+    FIELD_F,
+    FIELD_GATED,
+    FIELD_PRECISION,
+    FIELD_UP,
+    FIELD_UP_BIAS,
+    FIELD_UP_SCALES,
+    GROUP,
+    PRECISIONS,
+)
+
+_FP32, _BF16, _INT8 = (PRECISIONS.index(name) for name in ("fp32", "bf16", "int8"))
+_GELU, _GELU_TANH, _SILU = (ACTIVATIONS.index(name) for name in ("gelu", "gelu_tanh", "silu"))
+_HALF = GROUP // 2
+_BLOCKS = 16  # of rows, shared among the threads; code that asks how many threads there are cannot be cached
+
+_F, _I, _U = np.float32, np.int32, np.uint32
+_ROOT_HALF = _F(math.sqrt(0.5))
+_TANH_SLOPE, _TANH_CUBE = _F(2 * math.sqrt(2 / math.pi)), _F(0.044715)
+
+# Sums may be reordered, which vectors need; NaN and infinity keep their meaning, so that a broken expert shows.
+_REORDER = {"reassoc", "contract", "nsz"}
+
+
+@njit(cache=True, nogil=True, fastmath=_REORDER)
+def _rows_fp32(values: Any, x: Any, first: int, last: int, out: Any) -> None:
+    n = len(x)
+    for i in range(first, last):
+        row = values[i * n : (i + 1) * n]
+        total = _F(0)
+        for j in range(n):
+            total += row[j] * x[j]
+        out[i] = total
+
+
+@njit(cache=True, nogil=True, fastmath=_REORDER)
+def _rows_bf16(values: Any, x: Any, first: int, last: int, out: Any) -> None:
+    n = len(x)
+    for i in range(first, last):
+        row = values[i * n : (i + 1) * n]
+        total = _F(0)
+        for j in range(n):
+            total += _U(_U(row[j]) << _U(16)).view(_F) * x[j]
+        out[i] = total
+
+
+@njit(cache=True, nogil=True, fastmath=_REORDER)
+def _rows_int8(values: Any, scales: Any, x: Any, first: int, last: int, out: Any) -> None:
+    n = len(x)
+    for i in range(first, last):
+        row = values[i * n : (i + 1) * n]
+        total = _F(0)
+        for j in range(n):
+            total += _F(_I(row[j])) * x[j]
+        out[i] = total * scales[i]
+
+
+@njit(cache=True, nogil=True, fastmath=_REORDER)
+def _rows_int4(values: Any, scales: Any, x: Any, first: int, last: int, out: Any) -> None:
+    n = len(x)
+    full, left = n // GROUP, n % GROUP
+    groups = full + (left > 0)
+    for i in range(first, last):
+        row = values[i * groups * _HALF : (i + 1) * groups * _HALF]
+        total = _F(0)
+        for g in range(full):
+            part = _F(0)
+            for j in range(_HALF):
+                two = _I(row[g * _HALF + j])
+                part += _low(two) * x[g * GROUP + j] + _high(two) * x[g * GROUP + _HALF + j]
+            total += part * _U(_U(scales[i * groups + g]) << _U(16)).view(_F)
+        if left > 0:
+            part = _F(0)
+            for j in range(min(left, _HALF)):
+                part += _low(_I(row[full * _HALF + j])) * x[full * GROUP + j]
+            for j in range(left - _HALF):
+                part += _high(_I(row[full * _HALF + j])) * x[full * GROUP + _HALF + j]
+            total += part * _U(_U(scales[i * groups + full]) << _U(16)).view(_F)
+        out[i] = total
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _low(two: Any) -> Any:
+    """The signed value in the lower four bits."""
+    return _F(_I(_I(two << _I(28)) >> _I(28)))
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _high(two: Any) -> Any:
+    """The signed value in the upper four bits of eight."""
+    return _F(_I(two >> _I(4)))
+
+
+@njit(cache=True, nogil=True)
+def _rows(
+    slot: Any, precision: int, values: int, scales: int, bias: int, x: Any, first: int, last: int, out: Any
+) -> None:
+    """out[i] = row i of a matrix · x + bias, for the rows from `first` to `last`; the pieces are given as offsets.
+
+    A row's sum does not depend on the other rows, so any division of the rows gives the same bits.
+    """
+    n = len(x)
+    if precision == _FP32:
+        _rows_fp32(slot[values : values + last * n * 4].view(np.float32), x, first, last, out)
+    elif precision == _BF16:
+        _rows_bf16(slot[values : values + last * n * 2].view(np.uint16), x, first, last, out)
+    elif precision == _INT8:
+        step = slot[scales : scales + last * 4].view(np.float32)
+        _rows_int8(slot[values : values + last * n].view(np.int8), step, x, first, last, out)
+    else:
+        groups = (n + GROUP - 1) // GROUP
+        steps = slot[scales : scales + last * groups * 2].view(np.uint16)
+        bytes_ = slot[values : values + last * groups * _HALF].view(np.int8)
+        _rows_int4(bytes_, steps, x, first, last, out)
+    if bias >= 0:
+        shift = slot[bias : bias + last * 4].view(np.float32)
+        for i in range(first, last):
+            out[i] += shift[i]
+
+
+@njit(cache=True, nogil=True)
+def _activate(activation: int, gated: bool, f: int, first: int, last: int, hidden: Any) -> None:
+    """Apply the activation to hidden[first:last]; with a gate, multiply by hidden[f + first : f + last]."""
+    for i in range(first, last):
+        h = hidden[i]
+        if activation == _GELU:
+            y = _F(0.5) * h * (_F(1) + math.erf(h * _ROOT_HALF))
+        elif activation == _GELU_TANH:  # (1 + tanh u) / 2 = 1 / (1 + exp −2u), which is faster
+            y = h / (_F(1) + math.exp(-_TANH_SLOPE * (h + _TANH_CUBE * h * h * h)))
+        elif activation == _SILU:
+            y = h / (_F(1) + math.exp(-h))
+        else:
+            y = _F(0) if h < 0 else h * h
+        hidden[i] = y * hidden[f + i] if gated else y
+
+
+@njit(cache=True, nogil=True)
+def _up_part(slot: Any, spec: Any, x: Any, first: int, last: int, hidden: Any) -> None:
+    """hidden[first:last] of the input of `down`."""
+    f, gated = spec[FIELD_F], spec[FIELD_GATED] != 0
+    precision, values, scales, bias = spec[FIELD_PRECISION], spec[FIELD_UP], spec[FIELD_UP_SCALES], spec[FIELD_UP_BIAS]
+    _rows(slot, precision, values, scales, bias, x, first, last, hidden)
+    if gated:
+        _rows(slot, precision, values, scales, bias, x, f + first, f + last, hidden)
+    _activate(spec[FIELD_ACTIVATION], gated, f, first, last, hidden)
+
+
+@njit(cache=True, nogil=True)
+def _down_part(slot: Any, spec: Any, hidden: Any, first: int, last: int, out: Any) -> None:
+    """out[first:last] of the expert's result."""
+    values, scales, bias = spec[FIELD_DOWN], spec[FIELD_DOWN_SCALES], spec[FIELD_DOWN_BIAS]
+    _rows(slot, spec[FIELD_PRECISION], values, scales, bias, hidden[: spec[FIELD_F]], first, last, out)
+
+
+@njit(cache=True, nogil=True)
+def expert(slot: Any, spec: Any, x: Any, hidden: Any, out: Any) -> None:
+    """out = down·act(up·x + up_bias) + down_bias, or with a gate down·(act(gate) ⊙ up) + down_bias."""
+    _up_part(slot, spec, x, 0, spec[FIELD_F], hidden)
+    _down_part(slot, spec, hidden, 0, spec[FIELD_D], out)
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def expert_parallel(slot: Any, spec: Any, x: Any, hidden: Any, out: Any) -> None:
+    """`expert` on numba's threads, with the same bits. One thread at a time may call it."""
+    f, d = spec[FIELD_F], spec[FIELD_D]
+    for b in prange(_BLOCKS):
+        _up_part(slot, spec, x, b * f // _BLOCKS, (b + 1) * f // _BLOCKS, hidden)
+    for b in prange(_BLOCKS):
+        _down_part(slot, spec, hidden, b * d // _BLOCKS, (b + 1) * d // _BLOCKS, out)
+
+
+@njit(cache=True, nogil=True)
+def add_weighted(w: Any, y: Any, out: Any) -> None:
+    """out += w·y, rounded twice, as `experts` adds the result of each."""
+    for i in range(len(out)):
+        out[i] += w * y[i]
+
+
+@njit(cache=True, nogil=True)
+def experts(slots: Any, specs: Any, which: Any, x: Any, w: Any, hidden: Any, out: Any) -> None:
+    """out = Σ w_i · expert_i(x), added in the order given.
+
+    slots: [C, bytes]. which [k]: the slot of each expert. specs [k, fields] and w [k]: the spec and weight of each
+    """
+    y = np.empty(len(out), np.float32)
+    out[:] = 0
+    for i in range(len(which)):
+        expert(slots[which[i]], specs[i], x, hidden, y)
+        add_weighted(w[i], y, out)
