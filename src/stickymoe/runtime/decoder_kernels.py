@@ -252,14 +252,16 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
     for _ in range(fields[N_NGRAMS]):
         n, rows, address, heads = fields[place], fields[place + 1], fields[place + 2], fields[place + 3]
         part = width // heads
-        if position >= n - 1:
-            for head in range(heads):
+        for head in range(heads):
+            index = heads * rows  # the row of texts that are shorter than n
+            if position >= n - 1:
                 key = fields[place + 4 + head]
                 for back in range(n):
                     key = _mix(key ^ history[position - back])
-                found = carray(_at(address + 4 * part * (key % rows + head * rows)), (part,))
-                for i in range(part):
-                    row[head * part + i] += found[i]
+                index = key % rows + head * rows
+            found = carray(_at(address + 4 * part * index), (part,))
+            for i in range(part):
+                row[head * part + i] += found[i]
         place += 4 + heads
     if fields[ROW_UP] >= 0:
         _linear(weights, fields[ROW_UP], row, False, y)
