@@ -74,15 +74,15 @@ class LearnedSmooth(nn.Module):
     def forward(
         self, logits: Float[Tensor, "B T N"], x: RouterInput, state: RouterState
     ) -> tuple[Float[Tensor, "B T N"], RouterState]:
-        decay = self._decay()
+        decay = self.decay()
         return Smooth(decay.item())(logits, x, state, decay)
 
     def scan(
         self, logits: Float[np.ndarray, "B T N"], x: RouterInput, state: RouterState
     ) -> tuple[Float[np.ndarray, "B T N"], RouterState]:
-        return Smooth(self._decay().item()).scan(logits, x, state)
+        return Smooth(self.decay().item()).scan(logits, x, state)
 
-    def _decay(self) -> Float[Tensor, ""]:
+    def decay(self) -> Float[Tensor, ""]:
         bias = self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32))
         return (bias + self.start).sigmoid()
 
@@ -198,13 +198,13 @@ class ResidentChoice(ScannedChoice):
 
     def choose(self, rank: Any, g: Any, x: RouterInput, state: RouterState, progress: float, S: Any) -> RouterState:
         require_room(self.capacity, S)
-        strength = self._strength(progress)
+        strength = self.strength(progress)
         if strength == 0.0:
             kernels.top_k(g, S)
             return RouterState()
         return self.choose_resident(rank, g, x, state, strength, S)
 
-    def _strength(self, progress: float) -> float:
+    def strength(self, progress: float) -> float:
         if progress >= self.free + self.anneal:
             return 1.0
         return max(0.0, (progress - self.free) / self.anneal) if self.anneal else 0.0
@@ -298,11 +298,11 @@ class SlotChoice(ScannedChoice):
         resident = state.remembered("resident", position, N, np.bool_)
         age = state.remembered("age", position, N, np.int64)
         keys, salt = (_NO_KEYS, 0) if self.hashed is None else (x.array("tokens"), self.hashed)
-        kernels.slot_choice(g, keys, salt, position, resident, age, self.capacity, *self._limits, S)
+        kernels.slot_choice(g, keys, salt, position, resident, age, self.capacity, *self.limits, S)
         return state_of(resident=resident, age=age)
 
     @cached_property
-    def _limits(self) -> tuple[float, int]:
+    def limits(self) -> tuple[float, int]:
         """The margin, and the number of tokens between two loads. With budget 0 the margin is infinite."""
         rest = 1 / self.budget if self.budget else math.inf
         return (self.margin, math.ceil(round(rest, 6))) if rest < _FOREVER else (math.inf, 1)

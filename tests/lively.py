@@ -30,12 +30,17 @@ def kinds_of_router() -> list[str]:
 def lively(variant: str) -> GPT:
     """The model of a variant with large random weights; shared between tests, which must not train it."""
     settings = RECOMMENDED if variant == "recommended" else {"name": variant}
-    model = build_model(replace(config_from({"variant": settings}), model=SIZES), VOCAB).double()
+    config = replace(config_from({"variant": settings}), model=SIZES)
+    return enliven(build_model(config, VOCAB).double()).requires_grad_(False)
+
+
+@torch.no_grad()
+def enliven(model: GPT) -> GPT:
+    """Add large random weights to all parameters."""
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.4 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    return model.requires_grad_(False)
+    for p in model.parameters():
+        p.add_(0.4 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model
 
 
 def random_tokens(seed: int, B: int, T: int) -> torch.Tensor:

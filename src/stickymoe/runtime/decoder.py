@@ -1,0 +1,430 @@
+"""Decode one token of our own GPT at a time in compiled loops, layer by layer; the plain model is the reference.
+
+The experts are not the decoder's: between two layers the caller brings the chosen ones into slots.
+
+    decoder = Decoder(model)
+    decoder.start(cache)                        # after a prompt, run by the model itself
+    decoder.begin(token)
+    for layer in range(decoder.n_layers):
+        routed = decoder.route(layer)           # the experts of the token and their weights; None for a dense layer
+        ...                                     # y = Σ w·expert(decoder.h(layer))
+        decoder.add(layer, y)
+    logits = decoder.logits()
+
+`step` does the work of `add` and of the next `route` in one compiled call, with the experts in slots.
+
+Rules and side parts that the compiled loops do not know, such as those of a user, run as in the model: slower, with the
+same result. d width, N experts, k experts per token, V vocabulary, M = gates · N logits of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Shaped, UInt8
+from torch import Tensor
+
+from stickymoe.errors import ConfigError
+from stickymoe.models.gpt import GPT, Block, DecodeCache, LayerCache
+from stickymoe.models.moe import FeedForward, Router
+from stickymoe.routing.fixed import Hashed, Trajectory
+from stickymoe.routing.layer import SidePart
+from stickymoe.routing.lookup import Lookup, NgramTable
+from stickymoe.routing.rules import HardWindow, RouterInput, RouterState, RoutingRule, TopK, Unfiltered
+from stickymoe.routing.sequential import (
+    Hysteresis,
+    LearnedSmooth,
+    Rent,
+    Residency,
+    ResidentChoice,
+    Segment,
+    SlotChoice,
+    SlotGates,
+    Smooth,
+    TwoSpeed,
+    require_room,
+)
+from stickymoe.runtime import decoder_kernels as k
+
+_ALIGNMENT = 16  # numbers: a matrix begins at a multiple of 64 bytes
+_State = tuple[str, int]  # the name of a value in the router's state, and its width
+_NO_SLOTS = np.empty((0, 0), np.uint8)
+_NO_ROWS = np.empty((0, 0), np.int64)
+_NO_EXPERTS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A filter or a choice as the compiled loops run it: its code, its settings, and its state by kind."""
+
+    code: int
+    integers: tuple[int, ...] = ()
+    numbers: tuple[float, ...] = ()
+    float_state: _State | None = None
+    integer_state: _State | None = None
+    flag_state: _State | None = None
+
+
+def _filter_part(part: object, N: int) -> _Part | None:
+    """A filter; None if the compiled loops do not know it."""
+    if type(part) is Unfiltered:
+        return _Part(k.UNFILTERED)
+    if type(part) is Smooth and len(part.decay) == 1:
+        return _Part(k.SMOOTH, numbers=(float(part.decay[0]),), float_state=(part.name, N))
+    if type(part) is LearnedSmooth:
+        return _Part(k.SMOOTH, numbers=(part.decay().item(),), float_state=("smooth", N))
+    if type(part) is TwoSpeed:
+        return _Part(k.TWO_SPEED, numbers=(part.decay,), float_state=("slow", N))
+    if type(part) is SlotGates:
+        capacity, fast, slow = part.settings
+        return _Part(k.SLOT_GATES, (capacity,), (fast, slow), ("averages", 2 * N))
+    return None
+
+
+def _choice_part(part: object, N: int) -> _Part | None:
+    """A choice; None if the compiled loops do not know it."""
+    if type(part) is TopK:
+        return _Part(k.TOP_K_CHOICE)
+    if type(part) is HardWindow:
+        return _Part(k.HARD_WINDOW, (part.window,), (part.beta,), integer_state=("left", N))
+    if type(part) is Hysteresis:
+        return _Part(k.HYSTERESIS, numbers=(part.bonus,), flag_state=("chosen", N))
+    if type(part) is Residency or type(part) is Rent:
+        return _resident_part(part, N)
+    if type(part) is SlotChoice:
+        margin, rest = part.limits
+        settings = part.capacity, rest, -1 if part.hashed is None else part.hashed
+        return _Part(k.SLOT_CHOICE, settings, (margin,), None, ("age", N), ("resident", N))
+    if type(part) is Segment:
+        return _Part(k.SEGMENT, (part.window,), (), ("total", N), None, ("chosen", N))
+    if type(part) is Hashed:
+        return _Part(k.HASHED, (part.layer,))
+    if type(part) is Trajectory:
+        return _Part(k.TRAJECTORY, (part.window, int(part.sentence)), integer_state=("key", 1))
+    return None
+
+
+def _resident_part(part: Residency | Rent, N: int) -> _Part:
+    """A choice among residents, at the strength that it has after training."""
+    strength, capacity = part.strength(1.0), min(part.capacity, N)
+    if strength == 0.0:
+        return _Part(k.TOP_K_CHOICE)
+    if isinstance(part, Rent):
+        price = strength * part.price
+        return _Part(k.RENT, (capacity,), (price,), ("missed", N), ("unused", N), ("resident", N))
+    settings = capacity, part.pinned, int(part.average > 0)
+    numbers = strength * part.margin, 1 - (1 - part.average) ** strength
+    return _Part(k.RESIDENCY, settings, numbers, ("demand", N), None, ("resident", N))
+
+
+def _parts(rule: RoutingRule, N: int) -> tuple[_Part, _Part] | None:
+    """Filter and choice of a rule; None if the model's own code has to run it."""
+    filter, choice = _filter_part(rule.filter, N), _choice_part(rule.choice, N)
+    known = type(rule) is RoutingRule and rule.scoring.plain and rule.skip is None
+    if not known or filter is None or choice is None:
+        return None
+    if isinstance(rule.choice, ResidentChoice | SlotChoice):
+        require_room(rule.choice.capacity, np.empty(rule.top_k))  # compiled loops do not check where they write
+    return filter, choice
+
+
+class _Weights:
+    """Tensors collected into one array, each at a multiple of 64 bytes."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Shaped[np.ndarray, " numbers"]] = []
+        self.size = 0
+
+    def add(self, *tensors: Shaped[Tensor, "..."] | None) -> int:
+        """Append tensors, one behind the other; returns where they begin."""
+        begin = self.size
+        pieces = [_array(t).reshape(-1) for t in tensors if t is not None]
+        length = sum(map(len, pieces))
+        padding = np.zeros(-length % _ALIGNMENT, np.float32)
+        self._pieces += [*pieces, padding]
+        self.size += length + len(padding)
+        return begin
+
+    def array(self) -> Float[np.ndarray, " numbers"]:
+        out = _aligned(self.size)
+        np.concatenate(self._pieces, out=out)
+        return out
+
+
+def _array(tensor: Shaped[Tensor, "..."]) -> Float[np.ndarray, "..."]:
+    """The tensor in fp32; shares memory if possible."""
+    return np.ascontiguousarray(tensor.detach().float().numpy(force=True))
+
+
+def _aligned(size: int) -> Float[np.ndarray, " size"]:
+    """An array that begins at a multiple of 64 bytes."""
+    raw = np.empty(size + _ALIGNMENT, np.float32)
+    first = (-raw.ctypes.data // 4) % _ALIGNMENT
+    return raw[first : first + size]
+
+
+class Decoder:
+    """The model for one text, with its dense weights copied to fp32; later training of the model does not reach it.
+
+    The arrays that `route`, `step`, `h` and `logits` return are overwritten by the next call.
+    """
+
+    def __init__(self, model: GPT, *, threads: int = 1) -> None:
+        """`threads` compute the head, which has most of the dense weights; they do not change the result."""
+        c = model.config
+        self.config = c
+        self.n_layers = c.n_layers
+        self._threads = threads
+        self._vocab_size = model.token_embedding.num_embeddings
+        self._blocks = [block for block in model.blocks if isinstance(block, Block)]
+        self._parts: dict[int, tuple[_Part, _Part]] = {}
+        self._rules: dict[int, RoutingRule] = {}  # of the layers that the model's own code routes
+        self._sides: dict[int, SidePart] = {}  # the same for side parts
+        self._tables: list[Float[np.ndarray, "rows width"]] = []  # compiled loops know only where they lie
+        self._router_state: dict[int, RouterState | None] = {}
+        self._side_state: dict[int, RouterState | None] = {}
+
+        weights = _Weights()
+        rows = [self._layer_fields(layer, block, weights) for layer, block in enumerate(self._blocks)]
+        embedding = weights.add(model.token_embedding.weight)
+        positions = weights.add(model.position_embedding.weight)
+        rows.append([embedding, positions, weights.add(model.final_norm.weight, model.final_norm.bias)])
+        self._table = np.zeros((len(rows), max(map(len, rows))), np.int64)
+        for row, fields in zip(self._table, rows, strict=True):
+            row[: len(fields)] = fields
+        self._weights = weights.array()
+        self._embedding = self._weights[embedding : embedding + self._vocab_size * c.d_model].reshape(-1, c.d_model)
+        self._allocate()
+        self._arrays = (
+            *(self._weights, self._table, self._numbers),
+            *(self._work, self._words, self._flags, self._kv),
+        )
+        self._sentences = any(choice.code == k.TRAJECTORY and choice.integers[1] for _, choice in self._parts.values())
+        self.start()
+
+    def _layer_fields(self, layer: int, block: Block, weights: _Weights) -> list[int]:
+        """The layer's row of the table; its weights are added to `weights`."""
+        fields = [0] * k.FIELDS
+        fields[k.ATTENTION_NORM] = weights.add(block.attention_norm.weight, block.attention_norm.bias)
+        fields[k.QKV] = weights.add(block.attention.qkv.weight, block.attention.qkv.bias)
+        fields[k.OUT] = weights.add(block.attention.out.weight, block.attention.out.bias)
+        fields[k.FFN_NORM] = weights.add(block.ffn_norm.weight, block.ffn_norm.bias)
+        if isinstance(block.ffn, FeedForward):
+            fields[k.UP] = weights.add(block.ffn.up.weight, block.ffn.up.bias)
+            fields[k.DOWN] = weights.add(block.ffn.down.weight, block.ffn.down.bias)
+            fields[k.DENSE_WIDTH] = block.ffn.up.out_features
+        else:
+            self._route_fields(layer, block.ffn.router, fields, weights)
+        fields[k.SIDE] = k.NO_SIDE if block.side is None else k.PYTHON
+        if type(block.side) is Lookup:
+            fields[k.SIDE] = k.LOOKUP
+            self._lookup_fields(block.side, fields, weights)
+        elif block.side is not None:
+            self._sides[layer] = block.side
+        return fields
+
+    def _route_fields(self, layer: int, router: Router, fields: list[int], weights: _Weights) -> None:
+        rule = router.rule
+        N = router.gate.out_features // rule.filter.gates
+        fields[k.GATE] = weights.add(router.gate.weight)
+        fields[k.EXPERTS], fields[k.TOP_K], fields[k.GATES] = N, rule.top_k, rule.filter.gates
+        fields[k.SOURCE] = k.FROM_ATTENDED if rule.source == "attended" else k.FROM_H
+        parts = _parts(rule, N)
+        if parts is None:
+            self._rules[layer] = rule
+            return
+        self._parts[layer] = parts
+        filter, choice = parts
+        fields[k.FILTER], fields[k.CHOICE] = filter.code, choice.code
+        for first, part in ((k.FILTER_SETTING, filter), (k.CHOICE_SETTINGS, choice)):
+            fields[first : first + len(part.integers)] = part.integers
+
+    def _lookup_fields(self, side: Lookup, fields: list[int], weights: _Weights) -> None:
+        fields[k.ROW_UP] = -1 if side.up is None else weights.add(side.up.weight)
+        fields[k.ROW_GATE] = -1 if side.gate is None else weights.add(side.gate.weight)
+        if side.tokens is not None:
+            fields[k.TOKEN_ROWS] = self._address(side.tokens.weight)
+            fields[k.ROW_WIDTH] = side.tokens.embedding_dim
+        for table in side.ngrams:
+            assert isinstance(table, NgramTable)
+            salts = table.salts.tolist()
+            fields[k.N_NGRAMS] += 1
+            fields[k.ROW_WIDTH] = len(salts) * table.table.embedding_dim
+            fields += [table.n, table.rows, self._address(table.table.weight), len(salts), *salts]
+
+    def _address(self, table: Tensor) -> int:
+        """Where a table of rows lies. It is not copied if it is fp32, since it may be larger than the model."""
+        self._tables.append(_array(table))
+        return self._tables[-1].ctypes.data
+
+    def _allocate(self) -> None:
+        """State and scratch."""
+        c, L, N = self.config, self.n_layers, self.config.pool_size
+        logits = int((self._table[:L, k.EXPERTS] * self._table[:L, k.GATES]).max())
+        hidden = max(2 * c.d_ff, int(self._table[:L, k.DENSE_WIDTH].max()))
+        rows = int(self._table[:L, k.ROW_WIDTH].max())
+        width = max(3 * c.d_model, c.seq_len, logits, 2 * N, hidden, rows)
+        width += -width % _ALIGNMENT
+        length = c.seq_len + -c.seq_len % _ALIGNMENT
+        dh = c.d_model // c.n_heads
+        self._work = _aligned((k.FLOAT_STATE + 2 * L) * width).reshape(-1, width)
+        self._work[:] = 0.0
+        self._kv = _aligned(2 * L * c.d_model * length).reshape(2, L, c.n_heads, dh, length)
+        self._kv[:] = 0.0
+        self._words = np.zeros((k.INTEGER_STATE + L, max(c.seq_len, N, 2)), np.int64)
+        self._flags = np.zeros((L + 1, N), np.bool_)
+        self._numbers = np.zeros((L, 4), np.float64)
+        for layer, (filter, choice) in self._parts.items():
+            for first, part in ((k.FILTER_NUMBERS, filter), (k.CHOICE_NUMBERS, choice)):
+                self._numbers[layer, first : first + len(part.numbers)] = part.numbers
+        self._logits = _aligned(self._vocab_size)
+        self._h = self._work[k.H, : c.d_model]
+        self._routed = self._words[k.S, : c.top_k], self._work[k.W, : c.top_k]
+
+    def start(self, cache: DecodeCache | None = None) -> None:
+        """Continue the text of a cache of one row, which is not changed; without one, begin a new text."""
+        self._position = -1
+        self._next = self.n_layers + 1  # no token has begun
+        self._waits = False  # whether a layer waits for the output of its experts
+        if cache is None or cache.position is None:
+            for layer in range(self.n_layers):
+                self._remember(layer, None, 0)
+            return
+        if len(cache.position) != 1:
+            raise ConfigError(f"cache: got {len(cache.position)} rows, expected one text.")
+        self._position = int(cache.position[0, -1])
+        for layer, past in enumerate(cache.layers):
+            self._remember(layer, past, self._position + 1)
+
+    def _remember(self, layer: int, past: LayerCache | None, length: int) -> None:
+        """Take over the state of a layer after `length` tokens of the document."""
+        router, side = (RouterState(), RouterState()) if past is None else (past.router, past.side)
+        self._router_state[layer], self._side_state[layer] = router, side
+        if past is not None:
+            for kind, values in enumerate((past.keys, past.values)):
+                self._kv[kind, layer, :, :, :length] = _array(values[0, :, -length:].transpose(1, 2))
+        position = np.array([[length]])
+        if layer in self._parts:
+            filter, choice = self._parts[layer]
+            places = (
+                (filter.float_state, self._work[k.FLOAT_STATE + 2 * layer]),
+                (choice.float_state, self._work[k.FLOAT_STATE + 2 * layer + 1]),
+                (choice.integer_state, self._words[k.INTEGER_STATE + layer]),
+                (choice.flag_state, self._flags[layer]),
+            )
+            for state, place in places:
+                if state is not None:
+                    name, width = state
+                    place[:width] = router.remembered(name, position, width, place.dtype)[0]
+        lookup = self._blocks[layer].side
+        if type(lookup) is Lookup and lookup.longest > 1:
+            before = lookup.longest - 1
+            recent = side.remembered("recent", position, before, np.int64)[0]
+            known = min(before, length)
+            self._words[k.HISTORY, length - known : length] = recent[before - known :]
+
+    def begin(self, token: int, *, boundary: bool | None = None) -> None:
+        """The next token of the text. `boundary`: whether it is the first of a sentence, if a rule reads that."""
+        position = self._position + 1
+        if position >= self.config.seq_len:
+            raise ConfigError(f"tokens: got {position + 1} in a row, expected at most seq_len={self.config.seq_len}.")
+        if not 0 <= token < self._vocab_size:
+            raise ConfigError(f"token: got {token}, expected 0 … {self._vocab_size - 1}.")
+        if boundary is None and self._sentences:
+            raise ConfigError("RouterInput: boundary is missing, but this rule reads it; pass boundary.")
+        self._position = position
+        self._boundary = boundary
+        self._words[k.TOKEN, 0] = position
+        self._words[k.TOKEN, 1] = token
+        self._words[k.HISTORY, position] = token
+        if boundary is not None:
+            self._flags[-1, 0] = boundary
+        self._next, self._waits = 0, False
+
+    def route(self, layer: int) -> tuple[Int[np.ndarray, " k"], Float[np.ndarray, " k"]] | None:
+        """Run a layer up to its experts, after `add`. Returns what `step` returns."""
+        return self.step(layer, _NO_SLOTS, _NO_ROWS, _NO_EXPERTS)
+
+    def step(
+        self,
+        layer: int,
+        slots: UInt8[np.ndarray, "C bytes"],
+        spec_rows: Int[np.ndarray, "before fields"],
+        which: Int[np.ndarray, " before"],
+    ) -> tuple[Int[np.ndarray, " k"], Float[np.ndarray, " k"]] | None:
+        """Add the experts of the layer before, which lie in slots `which`, then run a layer up to its experts.
+
+        Returns the chosen experts, heaviest first, and their weights; None for a dense layer, which is then complete.
+        An expert of weight 0 is skipped: it needs no slot, and its place in `which` is −1.
+        """
+        self._run(layer, slots, spec_rows, which)
+        if layer in self._rules:
+            self._route_in_python(layer)
+        if layer in self._sides:
+            self._side_in_python(layer)
+        self._waits = self._table[layer, k.DENSE_WIDTH] == 0
+        return self._routed if self._waits else None
+
+    def _run(self, layer: int, slots: Any, spec_rows: Any, which: Any) -> None:
+        if layer != self._next:
+            raise ValueError(f"layer: got {layer}, expected {self._next} of this token; call begin for the next token.")
+        if self._waits != (len(which) > 0):
+            given = "no experts" if self._waits else "experts of a layer that needs none"
+            raise ValueError(f"which: got {given} before layer {layer}; add the output of a layer's experts once.")
+        k.run(layer, slots, spec_rows, which, *self._arrays)
+        self._next, self._waits = layer + 1, False
+
+    def add(self, layer: int, y: Float[np.ndarray, " d"]) -> None:
+        """Add the output Σ w·expert(h) of the experts of a layer, which was routed last."""
+        self._require_routed(layer)
+        self._work[k.X, : self.config.d_model] += y
+        self._waits = False
+
+    def h(self, layer: int) -> Float[np.ndarray, " d"]:
+        """What the experts of a layer read, which was routed last."""
+        self._require_routed(layer)
+        return self._h
+
+    def _require_routed(self, layer: int) -> None:
+        if not self._waits or layer != self._next - 1:
+            waiting = f"layer {self._next - 1}" if self._waits else "no layer"
+            raise ValueError(f"layer: got {layer}, but {waiting} waits for its experts; call route first.")
+
+    def logits(
+        self,
+        slots: UInt8[np.ndarray, "C bytes"] = _NO_SLOTS,
+        spec_rows: Int[np.ndarray, "before fields"] = _NO_ROWS,
+        which: Int[np.ndarray, " before"] = _NO_EXPERTS,
+    ) -> Float[np.ndarray, " V"]:
+        """The logits of the next token, after the last layer; its experts are added as in `step`."""
+        self._run(self.n_layers, slots, spec_rows, which)
+        head = k.head if self._threads == 1 else k.head_in_threads
+        head(self._embedding, self._h, self._threads, self._logits)
+        return self._logits
+
+    @torch.no_grad()
+    def _route_in_python(self, layer: int) -> None:
+        """Route by the model's own code."""
+        M = int(self._table[layer, k.EXPERTS] * self._table[layer, k.GATES])
+        logits = torch.tensor(self._work[k.LOGITS, :M])[None, None]
+        routing = self._rules[layer](logits, self._router_input(), self._router_state[layer])
+        self._router_state[layer] = routing.state
+        S, w = self._routed
+        S[:], w[:] = routing.S[0, 0].numpy(), routing.w[0, 0].numpy()
+
+    @torch.no_grad()
+    def _side_in_python(self, layer: int) -> None:
+        """Run a side part by its own code. It reads the input of the experts only, so it need not wait for them."""
+        y, self._side_state[layer] = self._sides[layer](self._router_input(), self._side_state[layer])
+        self._work[k.X, : self.config.d_model] += y[0, 0].float().numpy()
+
+    def _router_input(self) -> RouterInput:
+        """What a rule may read; copies, because a rule may keep them in its state."""
+        d = self.config.d_model
+        position, token = torch.tensor(self._words[k.TOKEN, :2]).view(2, 1, 1)
+        boundary = None if self._boundary is None else torch.tensor([[self._boundary]])
+        h, attended = torch.tensor(self._work[[k.H, k.ATTENDED], :d]).view(2, 1, 1, d)
+        return RouterInput(h, attended, token, position, None, boundary)
