@@ -191,7 +191,7 @@ class Decoder:
         rows = [self._layer_fields(layer, block, weights) for layer, block in enumerate(self._blocks)]
         embedding = weights.add(model.token_embedding.weight)
         positions = weights.add(model.position_embedding.weight)
-        rows.append([embedding, positions, weights.add(model.final_norm.weight, model.final_norm.bias)])
+        rows.append([embedding, positions, weights.add(model.final_norm.weight, model.final_norm.bias), c.d_model])
         self._table = np.zeros((len(rows), max(map(len, rows))), np.int64)
         for row, fields in zip(self._table, rows, strict=True):
             row[: len(fields)] = fields
@@ -346,14 +346,14 @@ class Decoder:
 
     def route(self, layer: int) -> tuple[Int[np.ndarray, " k"], Float[np.ndarray, " k"]] | None:
         """Run a layer up to its experts, after `add`. Returns what `step` returns."""
-        return self.step(layer, _NO_SLOTS, _NO_ROWS, _NO_EXPERTS)
+        return self.step(layer)
 
     def step(
         self,
         layer: int,
-        slots: UInt8[np.ndarray, "C bytes"],
-        spec_rows: Int[np.ndarray, "before fields"],
-        which: Int[np.ndarray, " before"],
+        slots: UInt8[np.ndarray, "C bytes"] = _NO_SLOTS,
+        spec_rows: Int[np.ndarray, "before fields"] = _NO_ROWS,
+        which: Int[np.ndarray, " before"] = _NO_EXPERTS,
     ) -> tuple[Int[np.ndarray, " k"], Float[np.ndarray, " k"]] | None:
         """Add the experts of the layer before, which lie in slots `which`, then run a layer up to its experts.
 
@@ -376,6 +376,25 @@ class Decoder:
             raise ValueError(f"which: got {given} before layer {layer}; add the output of a layer's experts once.")
         k.run(layer, slots, spec_rows, which, *self._arrays)
         self._next, self._waits = layer + 1, False
+
+    def predict(self, layer: int) -> list[int] | None:
+        """What the router of a later layer would choose for the hidden state of this one; nothing is changed by it.
+
+        None where the model's own code routes, or the gate reads what is not known yet.
+        """
+        if layer not in self._parts or self._table[layer, k.SOURCE] != k.FROM_H:
+            return None
+        kept = (
+            self._work[[k.W, k.FLOAT_STATE + 2 * layer, k.FLOAT_STATE + 2 * layer + 1]],
+            self._words[[k.S, k.KEY, k.INTEGER_STATE + layer]],
+            self._flags[layer].copy(),
+        )
+        k.route(layer, *self._arrays[:-1])
+        chosen: list[int] = self._routed[0].tolist()
+        self._work[[k.W, k.FLOAT_STATE + 2 * layer, k.FLOAT_STATE + 2 * layer + 1]] = kept[0]
+        self._words[[k.S, k.KEY, k.INTEGER_STATE + layer]] = kept[1]
+        self._flags[layer] = kept[2]
+        return chosen
 
     def add(self, layer: int, y: Float[np.ndarray, " d"]) -> None:
         """Add the output Σ w·expert(h) of the experts of a layer, which was routed last."""

@@ -34,7 +34,7 @@ CHOICE_SETTINGS = 15  # four of them
 NGRAMS = 25  # for each table: n, rows, address, number of heads, and their salts
 FIELDS = NGRAMS
 # Fields of the last row of `table`.
-(TOKENS, POSITIONS, FINAL_NORM) = range(3)
+(TOKENS, POSITIONS, FINAL_NORM, WIDTH) = range(4)
 
 # Columns of `numbers`.
 (FILTER_NUMBERS, CHOICE_NUMBERS) = (0, 2)
@@ -216,6 +216,19 @@ def _choose(layer: int, table: Any, numbers: Any, work: Any, words: Any, flags: 
     rules.combine(g, chosen, work[W, :k].reshape(1, 1, k))
 
 
+@njit(cache=True, nogil=True)
+def route(layer: int, weights: Any, table: Any, numbers: Any, work: Any, words: Any, flags: Any) -> None:
+    """The gate of a layer on H, and its choice; for a rule that the caller runs, the logits alone."""
+    d = table[-1, WIDTH]
+    m = table[layer, EXPERTS] * table[layer, GATES]
+    source = work[ATTENDED, :d] if table[layer, SOURCE] == FROM_ATTENDED else work[H, :d]
+    _linear(weights, table[layer, GATE], source, False, work[LOGITS, :m])
+    if table[layer, CHOICE] != PYTHON:
+        now = words[TOKEN, :1].reshape(1, 1)
+        _filter(layer, table, numbers, work, now)
+        _choose(layer, table, numbers, work, words, flags, now)
+
+
 @intrinsic
 def _at(typing_context: Any, address: Any) -> Any:
     """A pointer to the fp32 numbers at an address."""
@@ -323,13 +336,7 @@ def run(
     if f > 0:
         _dense(weights, table[layer, UP], table[layer, DOWN], x, h, work[HIDDEN, :f], work[Y, :d])
     else:
-        m = table[layer, EXPERTS] * table[layer, GATES]
-        source = work[ATTENDED, :d] if table[layer, SOURCE] == FROM_ATTENDED else h
-        _linear(weights, table[layer, GATE], source, False, work[LOGITS, :m])
-        if table[layer, CHOICE] != PYTHON:
-            now = words[TOKEN, :1].reshape(1, 1)
-            _filter(layer, table, numbers, work, now)
-            _choose(layer, table, numbers, work, words, flags, now)
+        route(layer, weights, table, numbers, work, words, flags)
     if table[layer, SIDE] == LOOKUP:
         _look_up(layer, weights, table, work, words, d)
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from stickymoe.errors import ConfigError
@@ -93,6 +93,14 @@ class Notes:
         return sets
 
 
+class Placed(NamedTuple):
+    """The experts of a token in slots, as `kernels.experts` reads them; `which` is −1 for an expert of weight 0."""
+
+    slots: UInt8[np.ndarray, "C bytes"]
+    specs: Int[np.ndarray, "k fields"]
+    which: Int[np.ndarray, " k"]
+
+
 class ExpertLayers:
     """The expert layers of a model whose experts are in slots."""
 
@@ -108,7 +116,13 @@ class ExpertLayers:
         self.reset()
         self.shared = contents.layers_per_pool > 1
         self._expert = kernels.expert_parallel if threads > 1 else kernels.expert
-        self._specs = {p: layout.spec_array() for p, layout in store.layouts.items()}
+        self._specs = {}
+        if contents.spec.activation is not None:
+            self._specs = {p: layout.spec_array() for p, layout in store.layouts.items()}
+        # The rows of a kernel's specs if all experts have the same precision.
+        self._uniform = None
+        if self._specs and store.precision != "mixed":
+            self._uniform = np.repeat(self._specs[store.precision][None], contents.top_k, axis=0)
         by_name = {t.name: t.shape for t in contents.spec.tensors}
         self._hidden = np.empty(by_name["up"][0], np.float32)
         if kernel == "compiled" and contents.spec.activation is None:
@@ -154,6 +168,53 @@ class ExpertLayers:
         self.notes.S[-1][layer] = S.numpy()
         self.notes.w[-1][layer] = w.float().numpy()
         return self._token(layer, x, S, w, plain, order) if len(x) == 1 else self._tokens(layer, x, S, w, plain, order)
+
+    def place(
+        self, layer: int, S: Int[np.ndarray, " k"], w: Float[np.ndarray, " k"], h: Float[np.ndarray, " d"]
+    ) -> Placed | Float[np.ndarray, " d"]:
+        """Bring the experts of one token into slots, for a kernel that computes them all at once.
+
+        Where they do not fit all together, they are computed here, one after another: then the result is Σ w·expert(h).
+        """
+        N, pool = self.notes.n_experts, self.pool_of(layer)
+        asked = S.tolist()
+        if not w.all():
+            S = np.where(w == 0, N, S)
+            asked = [e for e in S.tolist() if e < N]
+        self.notes.S[-1][layer] = S[None].copy()
+        self.notes.w[-1][layer] = w[None].copy()
+        self.before_request(layer)
+        if len(asked) > pool.cache.capacity or pool.bypasses:
+            return self._one_by_one(layer, asked, dict(zip(S.tolist(), w.tolist(), strict=True)), h)
+        arriving = pool.bring(asked)
+        slots = {}
+        if self.prefetch == "next_layer":
+            for found in arriving:  # demands are queued before prefetches
+                slots[found.expert] = found.slot
+                break
+            self.after_request(layer, torch.from_numpy(h)[None])
+        for found in arriving:
+            slots[found.expert] = found.slot
+        entries = self.store.entries[pool.number]
+        which = np.array([slots.get(e, -1) for e in S.tolist()])
+        if self._uniform is not None:
+            return Placed(pool.region.slots, self._uniform, which)
+        precisions = [entries[e].precision if e < N else entries[0].precision for e in S.tolist()]
+        return Placed(pool.region.slots, np.stack([self._specs[p] for p in precisions]), which)
+
+    def _one_by_one(
+        self, layer: int, asked: list[int], weight: dict[int, float], h: Float[np.ndarray, " d"]
+    ) -> Float[np.ndarray, " d"]:
+        pool, outputs = self.pool_of(layer), {}
+        for found in pool.bring(asked):
+            out = outputs[found.expert] = np.empty_like(h)
+            spec = self._specs[self.store.entries[pool.number][found.expert].precision]
+            self._expert(found.data, spec, h, self._hidden, out)
+        self.after_request(layer, torch.from_numpy(h)[None])
+        y = np.zeros_like(h)
+        for e in asked:
+            kernels.add_weighted(np.float32(weight[e]), outputs[e], y)
+        return y
 
     def before_request(self, layer: int) -> None:
         """Where layers share a pool, a prefetch must wait until the layers before are computed."""

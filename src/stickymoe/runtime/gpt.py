@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from safetensors.torch import load_file
@@ -18,7 +20,8 @@ from stickymoe.models.moe import MoE
 from stickymoe.reading import reason
 from stickymoe.routing.rules import RouterInput
 from stickymoe.runs.settings import read_config
-from stickymoe.runtime.experts import ExpertLayers
+from stickymoe.runtime.decoder import Decoder
+from stickymoe.runtime.experts import ExpertLayers, Placed
 from stickymoe.runtime.sampling import Sampling
 from stickymoe.training.build import build_model
 from stickymoe.training.checkpoint import find_checkpoint, load_model
@@ -69,6 +72,8 @@ class RunHost:
             self._use_slots(layers)
             self.model.load_state_dict(load_file(layers.dense), strict=True, assign=True)
         self.model.train(False)
+        compiled = layers is None or getattr(layers, "kernel", "torch") == "compiled"
+        self.decoder = Decoder(self.model, threads=threads) if compiled else None
         self.context = config.model.seq_len
         self.vocab_size = vocab
 
@@ -104,12 +109,34 @@ class RunHost:
         choose = sampling.chooser()
         cache = DecodeCache.empty(self.model.config.n_layers)
         logits = self._forward(ids, cache)[-1].numpy()
+        if self.decoder is not None:
+            self.decoder.start(cache)
         for n in range(max_new_tokens):
             token = choose(logits)
             yield token
             if token in stop_ids or n + 1 == max_new_tokens:
                 return
-            logits = self._forward([token], cache)[-1].numpy()
+            logits = self._forward([token], cache)[-1].numpy() if self.decoder is None else self._token(token)
+
+    def _token(self, token: int) -> Float[np.ndarray, " V"]:
+        """The logits after one more token, in compiled loops."""
+        decoder, layers = self.decoder, self.layers
+        assert decoder is not None
+        if layers is not None:
+            layers.begin()
+        decoder.begin(token)
+        before: tuple[Any, ...] = ()  # the experts of the layer before, which the next call computes
+        for layer in range(decoder.n_layers):
+            routed = decoder.step(layer, *before)
+            before = ()
+            if routed is not None:
+                assert layers is not None
+                placed = layers.place(layer, *routed, decoder.h(layer))
+                if isinstance(placed, Placed):
+                    before = placed
+                else:
+                    decoder.add(layer, placed)
+        return decoder.logits(*before)
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:
@@ -125,8 +152,9 @@ class RunHost:
 
     def _predict(self, layer: int, x: Float[Tensor, "1 d"]) -> list[int] | None:
         """What the router of a layer would choose for the hidden state of the layer before; its state stays."""
-        if self._now is None:
-            return None
+        if self.decoder is not None:
+            return self.decoder.predict(layer)
+        assert self._now is not None
         cache, token = self._now
         block, past = self.model.blocks[layer], cache.layers[layer]
         assert isinstance(block, Block)

@@ -59,6 +59,7 @@ class Pool:
         scratch: Region | None,
     ) -> None:
         self.number = number
+        self.bypasses = on_miss == "bypass"
         self._new_cache = partial(Cache, capacity=capacity, policy=policy, on_miss=on_miss)
         self.cache = self._new_cache()
         self._counted = [0] * len(COUNTS)  # what the cache had counted when the text began
