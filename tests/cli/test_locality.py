@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +25,10 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab") / "trace"
     sizes = ["--n_experts", "8", "--top_k", "2", "--n_layers", "2", "--sequences", "2", "--length", "60"]
     assert main(["trace", "make", str(folder), *sizes, "--stickiness", "0.8"]) == 0
+    table = load_table(folder)
+    predicted = np.array(table.S)
+    predicted[0] = table.n_experts  # nothing is prefetched for the first layer
+    save_table(replace(table, predicted=predicted), folder)
     return folder
 
 
@@ -52,6 +57,7 @@ def test_simulate_prints_and_writes_what_the_simulator_counts(made, capsys, tmp_
         (["--batch"], 3, {"batch": True}),
         (["--prefetch", "previous"], 3, {"prefetch": "previous"}),
         (["--prefetch", "TRACE"], 3, {"prefetch": "TRACE"}),
+        (["--prefetch", "recorded"], 3, {"prefetch": "recorded"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

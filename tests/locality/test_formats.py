@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from stickymoe.errors import DataError
 from stickymoe.locality.formats import create_table, load_table, save_table
 from stickymoe.locality.metrics import switch_rate
+from stickymoe.locality.replay import simulate
+from stickymoe.locality.streams import Access
 from stickymoe.locality.table import RouteTable, index_dtype
 from strategies import seeds, tables
 
-ARRAYS = ("S", "mask", "doc", "weights", "phase", "tokens")
+ARRAYS = ("S", "mask", "doc", "weights", "phase", "tokens", "predicted")
 in_a_folder = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -23,11 +25,13 @@ in_a_folder = settings(deadline=None, max_examples=40, suppress_health_check=[He
 def full_tables(draw):
     """Tables with any of the arrays that may be unknown."""
     table, rng = draw(tables()), draw(seeds())
-    known = draw(st.sets(st.sampled_from(["weights", "phase", "tokens"])))
+    known = draw(st.sets(st.sampled_from(["weights", "phase", "tokens", "predicted"])))
+    sets = (*table.S.shape[:3], draw(st.integers(1, 4)))
     more = {
         "weights": rng.random(table.S.shape, dtype=np.float32),
         "phase": rng.integers(0, 2, table.mask.shape, dtype=np.uint8),
         "tokens": rng.integers(0, 50_000, table.mask.shape, dtype=np.int32),
+        "predicted": rng.integers(0, table.n_experts, sets, dtype=np.uint8, endpoint=True),
     }
     return replace(table, **{name: more[name] for name in known})
 
@@ -261,6 +265,22 @@ def test_an_expert_out_of_range(saved):
         load_table(saved)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 5, 1), (2, 3, 4), (12,), (2, 3, 4, 1, 1)])
+def test_prefetches_of_another_shape_than_the_routes(saved, shape):
+    np.save(saved / "predicted.npy", np.zeros(shape, np.uint8))
+    edit_header(saved, arrays={"S": [2, 3, 4, 2], "mask": [3, 4], "predicted": list(shape)})
+    assert "expected" in refusal(saved)
+
+
+def test_prefetches_may_be_empty_and_wider_than_the_routes(saved):
+    """With 256 experts, the mark of an empty place needs two bytes."""
+    predicted = np.full((2, 3, 4, 3), 256, np.uint16)
+    save_table(replace(load_table(saved), n_experts=256, predicted=predicted), saved)
+    assert_equal(load_table(saved), replace(load_table(saved), predicted=predicted))
+    table = load_table(saved)
+    assert simulate(table, capacity=2, access=Access(prefetch="recorded")) == simulate(table, capacity=2)
+
+
 def test_an_expert_below_zero(saved):
     S = np.zeros((2, 3, 4, 2), dtype=np.int8)
     S[1, 2, 3, 1] = -1
@@ -286,12 +306,22 @@ def test_an_expert_below_zero(saved):
         ({"tokens": np.zeros((2, 4), int)}, r"tokens: got int64 \(2, 4\)"),
         ({"phase": np.zeros((2, 3), bool)}, r"phase: got bool"),
         ({"weights": np.zeros((1, 2, 3, 2))}, r"weights: got float64 \(1, 2, 3, 2\), expected \(1, 2, 3, 1\) as in S"),
+        (
+            {"predicted": np.zeros((1, 2, 3, 2))},
+            r"predicted: got float64 \(1, 2, 3, 2\), expected whole numbers \[1, 2",
+        ),
+        (
+            {"predicted": np.zeros((1, 2, 3), int)},
+            r"predicted: got int64 \(1, 2, 3\), expected whole numbers \[1, 2, 3, …",
+        ),
+        ({"predicted": np.full((1, 2, 3, 1), 5)}, r"prefetches expert 5, but there are 4 experts \(0 … 3\)\.$"),
+        ({"predicted": np.full((1, 2, 3, 1), -1)}, r"prefetches expert -1, but"),
     ],
 )
 def test_arrays_that_are_not_routes_are_refused(changes, says):
     fields = {"S": np.zeros((1, 2, 3, 1), np.uint8), "n_experts": 4, "mask": np.ones((2, 3), bool)}
     table = object.__new__(RouteTable)  # without the type checks that only the tests have
-    unknown = dict.fromkeys(("doc", "weights", "phase", "tokens"))
+    unknown = dict.fromkeys(("doc", "weights", "phase", "tokens", "predicted"))
     for name, value in {**unknown, **fields, **changes}.items():
         object.__setattr__(table, name, value)
     with pytest.raises(DataError, match=rf"^The route table('s)? {says}"):

@@ -18,7 +18,7 @@ from stickymoe.locality.table import RouteTable
 from strategies import documents, masks, seeds, sticky_choices
 
 in_a_folder = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-OPTIONAL = ("doc", "weights", "phase", "tokens")
+OPTIONAL = ("doc", "weights", "phase", "tokens", "predicted")
 
 
 @st.composite
@@ -35,6 +35,7 @@ def parts(draw):
             "weights": rng.random((L, B, T, k), dtype=np.float32),
             "phase": rng.integers(0, 2, (B, T), dtype=np.uint8),
             "tokens": rng.integers(0, 50_000, (B, T), dtype=np.int32),
+            "predicted": rng.integers(0, N + 1, (L, B, T, 3), dtype=np.uint8),
         }
         S = sticky_choices(rng, (L, B, T, k), N, stay=0.5).astype(np.uint8)
         found.append(RouteTable(S=S, n_experts=N, mask=draw(masks(B, T)), **{name: more[name] for name in known}))
@@ -65,7 +66,8 @@ def test_the_table_is_what_was_added(tables, on_disk, tmp_path):
     for t in tables:
         recorder.add(t)
     found = recorder.finish(expert_bytes=(7,) * tables[0].n_layers, other_bytes=3)
-    for name, padding in (("S", 0), ("mask", False), ("doc", -1), ("weights", 0), ("phase", 0), ("tokens", 0)):
+    paddings = {"S": 0, "mask": False, "doc": -1, "weights": 0, "phase": 0, "tokens": 0}
+    for name, padding in (paddings | {"predicted": tables[0].n_experts}).items():
         expected, got = joined(tables, name, padding), getattr(found, name)
         assert (got is None) == (expected is None)
         if expected is not None:
@@ -97,6 +99,7 @@ def a_table(shape=(2, 1, 4, 2), n_experts=4, **more):
         ({"n_experts": 5}, "got experts 5, expected 4"),
         ({"shape": (2, 1, 4, 1)}, "got experts per token 1, expected 2"),
         ({"tokens": np.zeros((1, 4), int)}, "got arrays S, mask, tokens, expected S, mask"),
+        ({"predicted": np.zeros((2, 1, 4, 3), int)}, "got prefetched experts per token 3, expected 0"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(other, says):
@@ -118,6 +121,14 @@ def test_a_wider_type_that_comes_later_is_kept():
     for tokens in (np.full((1, 4), 3, np.int16), np.full((1, 4), 70_000, np.int32)):
         recorder.add(a_table(tokens=tokens))
     assert recorder.finish().tokens.max() == 70_000
+
+
+def test_padding_prefetches_nothing_where_its_mark_needs_a_wider_type():
+    recorder = Recorder()
+    for length in (4, 2):
+        shape = (1, 1, length, 1)
+        recorder.add(a_table(shape, n_experts=256, predicted=np.zeros(shape, np.uint8)))
+    assert recorder.finish().predicted[0, :, :, 0].tolist() == [[0, 0, 0, 0], [0, 0, 256, 256]]
 
 
 def test_memory_is_bounded_with_a_folder(tmp_path):

@@ -39,13 +39,29 @@ def phased_tables(draw):
 
 
 @st.composite
+def recorded_tables(draw):
+    """Tables of a runtime that prefetched: any number of experts before each token."""
+    table = draw(tables() | phased_tables())
+    return replace(table, predicted=draw(predictions(table, empty=st.just(True))).astype(np.uint8))
+
+
+@st.composite
+def predictions(draw, table, empty):
+    """Different experts for each token; if `empty`, none in some places."""
+    rng, shape = draw(seeds()), (*table.S.shape[:3], draw(st.integers(1, table.n_experts)))
+    sets = sticky_choices(rng, shape, table.n_experts, stay=0.5)
+    if draw(empty):
+        sets[rng.random(shape) < draw(st.sampled_from([0.3, 1.0]))] = table.n_experts
+    return sets
+
+
+@st.composite
 def accesses(draw, table, *, batch=False):
     L = table.n_layers
     sets = None
     kind = "none" if batch else draw(st.sampled_from(["none", "previous", "predictor"]))
     if kind == "predictor":
-        shape = (*table.S.shape[:3], draw(st.integers(1, table.n_experts)))
-        sets = sticky_choices(draw(seeds()), shape, table.n_experts, stay=0.5)
+        sets = draw(predictions(table, st.booleans()))
     return Access(
         order=draw(st.sampled_from(["layer", "decode"])),
         pool=draw(st.booleans()),
@@ -93,9 +109,12 @@ def predicted(table, access, l, tokens, k):
     (b, t), *others = tokens
     if others or (table.phase is not None and table.phase[b, t] == 0):
         return None
-    if isinstance(access.prefetch, np.ndarray):
-        return [int(e) for e in access.prefetch[l, b, t]]
-    if access.prefetch == "previous" and reference.is_pair(table.mask, table.doc, b, t):
+    sets = access.prefetch
+    if isinstance(sets, str) and sets == "recorded":
+        sets = table.predicted
+    if isinstance(sets, np.ndarray):
+        return [int(e) for e in sets[l, b, t] if e != table.n_experts] or None
+    if sets == "previous" and reference.is_pair(table.mask, table.doc, b, t):
         return [int(e) for e in table.S[l, b, t - 1, :k]]
     return None
 
@@ -168,6 +187,30 @@ def test_prompts_are_one_union_per_layer(policy, data, C):
     result = simulate(table, policy=policy, capacity=C, access=access)
     assert counts(result) == plain(table, access, policy, C)
     assert result.tokens == table.mask.sum()
+
+
+@pytest.mark.parametrize("policy", [name for name in policy_names() if name != "belady"])
+@costly
+@given(data=st.data(), C=st.integers(1, 9))
+def test_recorded_prefetches_are_replayed(policy, data, C):
+    table = data.draw(recorded_tables())
+    access = replace(data.draw(accesses(table)), prefetch="recorded")
+    result = simulate(table, policy=policy, capacity=C, access=access)
+    assert counts(result) == plain(table, access, policy, C)
+    given = replace(access, prefetch=np.array(table.predicted, np.int64))
+    assert simulate(replace(table, predicted=None), policy=policy, capacity=C, access=given) == result
+
+
+def test_the_last_token_of_a_prompt_is_the_previous_one_of_the_first_that_is_decoded():
+    """With one slot, the union of the prompt leaves its highest expert; the prefetch replaces it."""
+    table = RouteTable(
+        S=np.array([[[[2], [1], [1], [0]]]]),
+        n_experts=3,
+        mask=np.ones((1, 4), bool),
+        phase=np.array([[0, 0, 1, 1]]),
+    )
+    (stats,) = simulate(table, capacity=1, access=Access(prefetch="previous")).caches
+    assert (stats.misses, stats.prefetched, stats.wasted, stats.evictions) == (2 + 0 + 1, 1, 0, 1 + 1 + 1)
 
 
 @pytest.mark.parametrize("policy", policy_names())
@@ -362,12 +405,19 @@ def test_a_wrong_predictor_only_wastes():
         ({"order": "random"}, r"^order: got 'random', expected layer or decode\.$"),
         ({"share_block": 0}, r"^share_block: got 0, expected a whole number of layers ≥ 1"),
         ({"share_block": 3}, r"^share_block: got 3, expected at most the 2 layers of the trace\.$"),
-        ({"prefetch": "next"}, r"^prefetch: got 'next', expected previous, or predicted sets\.$"),
+        ({"prefetch": "next"}, r"^prefetch: got 'next', expected previous, recorded, or predicted sets\.$"),
+        (
+            {"prefetch": "recorded"},
+            r"^prefetch: got recorded, but the trace has no prefetches \(predicted\.npy\); omit prefetch\.$",
+        ),
         (
             {"prefetch": np.zeros((2, 1, 3, 1), int)},
             r"^prefetch: got sets of shape \(2, 1, 3, 1\), expected \[2, 1, 4, …\]",
         ),
-        ({"prefetch": np.full((2, 1, 4, 1), 9)}, r"^prefetch: got experts \(9, 9\), expected 0 … 3\.$"),
+        (
+            {"prefetch": np.full((2, 1, 4, 1), 9)},
+            r"^prefetch: got experts \(9, 9\), expected 0 … 3, or 4 for an empty place\.$",
+        ),
     ],
 )
 def test_access_is_refused_in_one_line(access, says, monkeypatch):

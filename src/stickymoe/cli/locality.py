@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stickymoe.cli.parsing import capacities, make_parser, names, require_outside_runs
 from stickymoe.cli.printing import print_lines, write_json
@@ -50,7 +50,6 @@ def _add_access(parser: argparse.ArgumentParser, *, order: str) -> None:
 def _access(
     args: argparse.Namespace, traces: Sequence[Trace], *, top1: bool = False, prefetch: str | None = None
 ) -> Access:
-    from stickymoe.locality.formats import open_trace
     from stickymoe.locality.streams import Access
     from stickymoe.runs.traces import parse_sharing
 
@@ -61,8 +60,17 @@ def _access(
         warm=args.warm,
         top1=top1,
         batch=args.batch,
-        prefetch="previous" if prefetch == "previous" else None if prefetch is None else open_trace(Path(prefetch)).S,
+        prefetch=_prefetch(prefetch),
     )
+
+
+def _prefetch(what: str | None) -> Any:
+    """What `Access.prefetch` takes."""
+    if what is None or what in ("previous", "recorded"):
+        return what
+    from stickymoe.locality.formats import open_trace
+
+    return open_trace(Path(what)).S
 
 
 def simulate_command(argv: list[str]) -> None:
@@ -74,7 +82,9 @@ def simulate_command(argv: list[str]) -> None:
     _add_access(parser, order="layer")
     parser.add_argument("--top1", action="store_true", help="request only the heaviest expert, as the paper does")
     parser.add_argument(
-        "--prefetch", metavar="WHAT", help="experts to load early: previous (token's), or a trace of predictions"
+        "--prefetch",
+        metavar="WHAT",
+        help="experts to load early: previous (token's), recorded (in the trace), or a trace of predictions",
     )
     parser.add_argument("--figures", action="store_true", help="also show locality metrics by layer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")

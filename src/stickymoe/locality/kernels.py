@@ -57,8 +57,12 @@ def write_requests(
                 asked = tokens[first[p] : first[p + 1]]
                 follows = not opens[p] and tokens[first[p] - 1] == asked[0] - 1
                 if prefetches and decodes[p] and (len(predicted) or follows):
-                    expected = predicted[layer, asked[0]] if len(predicted) else S[layer, asked[0] - 1]
-                    bounds[n + 1] = _write_set(expected, n_experts, offset[layer], entries, bounds[n])
+                    if len(predicted):
+                        bounds[n + 1] = _write_set(
+                            predicted[layer, asked[0]], n_experts, offset[layer], entries, bounds[n]
+                        )
+                    else:
+                        bounds[n + 1] = _write_set(S[layer, asked[0] - 1], n_experts, offset[layer], entries, bounds[n])
                     kind[n] = PREFETCH
                     n += 1
                     cold[n] = False
@@ -79,7 +83,7 @@ def write_requests(
 def _write_set(experts: Any, n_experts: int, offset: int, entries: Any, at: int) -> int:
     """Write the experts of one token in their order; returns the end, −1 if one is there twice."""
     for j in range(len(experts)):
-        if experts[j] == n_experts:  # a slot that uses no expert
+        if experts[j] == n_experts:  # a slot that uses no expert, or a place that prefetches none
             continue
         entries[at] = experts[j] + offset
         at += 1

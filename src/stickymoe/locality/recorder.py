@@ -13,8 +13,8 @@ from stickymoe.errors import DataError
 from stickymoe.locality.formats import create_table, load_table, save_table
 from stickymoe.locality.table import RouteTable, release
 
-_PADDING = {"mask": False, "doc": -1}  # fills the end of shorter sequences; 0 in the other arrays
-_BY_LAYER = ("S", "weights")
+_PADDING = {"mask": False, "doc": -1}  # fills the end of shorter sequences; 0 in other arrays, no expert in predicted
+_BY_LAYER = ("S", "weights", "predicted")
 
 
 class _Layout(NamedTuple):
@@ -23,13 +23,15 @@ class _Layout(NamedTuple):
     n_layers: int
     n_experts: int
     top_k: int
+    n_predicted: int
     arrays: tuple[str, ...]
 
     @classmethod
     def of(cls, table: RouteTable) -> _Layout:
-        names = ("S", "mask", "doc", "weights", "phase", "tokens")
+        names = ("S", "mask", "doc", "weights", "phase", "tokens", "predicted")
         known = tuple(name for name in names if getattr(table, name) is not None)
-        return cls(table.n_layers, table.n_experts, table.top_k, known)
+        n_predicted = 0 if table.predicted is None else int(table.predicted.shape[3])
+        return cls(table.n_layers, table.n_experts, table.top_k, n_predicted, known)
 
     def require(self, other: _Layout) -> None:
         """Refuse a table of another layout."""
@@ -37,6 +39,7 @@ class _Layout(NamedTuple):
             ("layers", self.n_layers, other.n_layers),
             ("experts", self.n_experts, other.n_experts),
             ("experts per token", self.top_k, other.top_k),
+            ("prefetched experts per token", self.n_predicted, other.n_predicted),
             ("arrays", ", ".join(self.arrays), ", ".join(other.arrays)),
         ):
             if a != b:
@@ -79,6 +82,8 @@ class Recorder:
             dtype = getattr(table, name).dtype
             if name == "doc":  # padding is −1
                 dtype = np.promote_types(dtype, np.int8)
+            if name == "predicted":  # padding is n_experts
+                dtype = np.promote_types(dtype, np.min_scalar_type(table.n_experts))
             self._dtypes[name] = np.promote_types(self._dtypes.get(name, dtype), dtype)
 
     def finish(
@@ -102,10 +107,10 @@ class Recorder:
         shapes = {name: (self._shape(name, self._layout), dtype) for name, dtype in self._dtypes.items()}
         if self.folder is None:
             arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
-            self._fill(arrays)
+            self._fill(arrays, self._layout)
             return RouteTable(n_experts=self._layout.n_experts, **arrays, **sizes)  # type: ignore[arg-type]
         with create_table(self.folder, shapes, n_experts=self._layout.n_experts, **sizes) as mapped:
-            self._fill(mapped)
+            self._fill(mapped, self._layout)
         shutil.rmtree(self._scratch)
         return load_table(self.folder)
 
@@ -126,16 +131,18 @@ class Recorder:
     def _shape(self, name: str, layout: _Layout) -> tuple[int, ...]:
         """The shape of an array of the whole table."""
         at = sum(n for n, _ in self._shapes), max(length for _, length in self._shapes)
-        return (layout.n_layers, *at, layout.top_k) if name in _BY_LAYER else at
+        width = layout.n_predicted if name == "predicted" else layout.top_k
+        return (layout.n_layers, *at, width) if name in _BY_LAYER else at
 
-    def _fill(self, arrays: dict[str, Shaped[np.ndarray, ...]]) -> None:
+    def _fill(self, arrays: dict[str, Shaped[np.ndarray, ...]], layout: _Layout) -> None:
         """Copy all parts, one after another."""
+        paddings = _PADDING | {"predicted": layout.n_experts}
         row = 0
         for i, (n, length) in enumerate(self._shapes):
             part = self._kept[i] if self.folder is None else load_table(self._part_folder(i))
             for name, array in arrays.items():
                 rows = array[:, row : row + n] if name in _BY_LAYER else array[row : row + n]
-                _pad_and_copy(rows, getattr(part, name), length, _PADDING.get(name, 0))
+                _pad_and_copy(rows, getattr(part, name), length, paddings.get(name, 0))
                 release(array)
             row += n
 

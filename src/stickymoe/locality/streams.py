@@ -65,8 +65,10 @@ class Access:
     warm: keep the content of caches between sequences and documents
     top1: request only the heaviest expert, as the paper does
     batch: all sequences run in lockstep through the same caches. Their tokens at one step are one forward pass
-    prefetch: before each token, load the set of the previous token of the layer ("previous"), or predicted sets
-        [L, B, T, p]. Prompts are not prefetched
+    prefetch: directly before the request of a decoded token in a layer, load the set of the token before it in that
+        layer ("previous"), what the table says a runtime prefetched ("recorded"), or predicted sets [L, B, T, p], in
+        which n_experts marks an empty place. "previous" takes the last token of a prompt for the first decoded one,
+        and nothing if the token before is padding or of another text. Prompts are not prefetched
     """
 
     order: Literal["layer", "decode"] = "layer"
@@ -75,7 +77,7 @@ class Access:
     warm: bool = False
     top1: bool = False
     batch: bool = False
-    prefetch: Literal["previous"] | Integer[np.ndarray, ...] | None = None
+    prefetch: Literal["previous", "recorded"] | Integer[np.ndarray, ...] | None = None
 
     def __post_init__(self) -> None:
         require(self.order in ("layer", "decode"), "order", self.order, "layer or decode")
@@ -83,7 +85,8 @@ class Access:
         ok = share is None or share == "full" or (isinstance(share, int) and share >= 1)
         require(ok, "share_block", share, "a whole number of layers ≥ 1, or full")
         if isinstance(self.prefetch, str):
-            require(self.prefetch == "previous", "prefetch", self.prefetch, "previous, or predicted sets")
+            known = self.prefetch in ("previous", "recorded")
+            require(known, "prefetch", self.prefetch, "previous, recorded, or predicted sets")
         if self.batch and self.prefetch is not None:
             raise ConfigError("prefetch: not supported for a batch in lockstep; omit batch or prefetch.")
 
@@ -117,7 +120,7 @@ class Passes:
 
 
 def forward_passes(table: RouteTable, access: Access) -> Passes | None:
-    """The forward passes of a table; None if every pass has one token that uses k experts.
+    """The forward passes of a table; None if every pass has one token that uses and prefetches all its places.
 
     Consecutive prefill tokens of a text are one pass; every other token is a pass. In a batch, the tokens of a step are
     in the same pass, consecutive steps with only prefill tokens are one pass, and a text begins where all sequences
@@ -126,7 +129,7 @@ def forward_passes(table: RouteTable, access: Access) -> Passes | None:
     """
     real = np.asarray(table.mask)
     prompt = np.zeros_like(real) if table.phase is None else real & (table.phase == 0)
-    if not real.any() or not (access.batch or prompt.any() or table.skips):
+    if not real.any() or not (access.batch or prompt.any() or table.skips or _has_empty_places(access, table)):
         return None
     token = np.arange(real.size).reshape(real.shape)
     step, text = token, table.starts.reshape(-1).cumsum().reshape(real.shape)
@@ -219,7 +222,7 @@ class Stream:
         no_sets = np.empty((0, 0, 0), self.S.dtype)
         written = write_requests(
             self.S,
-            no_sets if self.predicted is None else self.predicted.astype(self.S.dtype, copy=False),
+            no_sets if self.predicted is None else self.predicted,
             self.offset,
             self.n_experts,
             passes.tokens,
@@ -356,15 +359,34 @@ def streams(table: RouteTable, access: Access) -> list[Stream]:
 
 
 def _predicted(access: Access, table: RouteTable) -> Integer[np.ndarray, "L tokens p"] | None:
-    sets = access.prefetch
-    if not isinstance(sets, np.ndarray):
+    sets = _sets(access, table)
+    if sets is None:
         return None
     L, B, T, _ = table.S.shape
     if sets.ndim != 4 or sets.shape[:3] != (L, B, T):
         raise ConfigError(f"prefetch: got sets of shape {sets.shape}, expected [{L}, {B}, {T}, …] as in the trace.")
-    if sets.size and not 0 <= extremes(sets)[0] <= extremes(sets)[1] < table.n_experts:
-        raise ConfigError(f"prefetch: got experts {extremes(sets)}, expected 0 … {table.n_experts - 1}.")
+    if sets.size and not 0 <= extremes(sets)[0] <= extremes(sets)[1] <= table.n_experts:
+        raise ConfigError(
+            f"prefetch: got experts {extremes(sets)}, expected 0 … {table.n_experts - 1}, "
+            f"or {table.n_experts} for an empty place."
+        )
     return _flat(sets)
+
+
+def _sets(access: Access, table: RouteTable) -> Integer[np.ndarray, ...] | None:
+    """The predicted sets, if the prefetch has some."""
+    if isinstance(access.prefetch, np.ndarray):
+        return access.prefetch
+    if access.prefetch != "recorded":
+        return None
+    if table.predicted is None:
+        raise ConfigError("prefetch: got recorded, but the trace has no prefetches (predicted.npy); omit prefetch.")
+    return table.predicted
+
+
+def _has_empty_places(access: Access, table: RouteTable) -> bool:
+    sets = _sets(access, table)
+    return sets is not None and sets.size > 0 and extremes(sets)[1] == table.n_experts
 
 
 def _flat(array: Shaped[np.ndarray, "L B T width"]) -> Shaped[np.ndarray, "L tokens width"]:

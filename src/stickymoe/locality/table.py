@@ -1,6 +1,6 @@
 """`RouteTable`: which experts every token chose, without gradient. Metrics, replay and files work on it.
 
-L layers, B sequences, T steps, N experts, k experts per token.
+L layers, B sequences, T steps, N experts, k experts per token, p prefetched experts per token.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class RouteTable:
     weights: the combine weights of S
     phase: prefill (0) or decode (1), in the trace of a generation
     tokens: token ids
+    predicted: the experts that a runtime prefetched before it asked for those of the token; an index of n_experts
+        marks an empty place
     expert_bytes: bytes of one expert, for each layer
     other_bytes: bytes of all weights outside the experts, which are always resident
     share_block: adjacent layers that use the same expert weights
@@ -88,6 +90,7 @@ class RouteTable:
     weights: Float[np.ndarray, "L B T k"] | None = None
     phase: Integer[np.ndarray, "B T"] | None = None
     tokens: Integer[np.ndarray, "B T"] | None = None
+    predicted: Integer[np.ndarray, "L B T p"] | None = None
     expert_bytes: tuple[int, ...] | None = None
     other_bytes: int | None = None
     share_block: int = 1
@@ -111,14 +114,22 @@ class RouteTable:
                 raise _wrong(name, array, f"whole numbers {at}")
         if self.weights is not None and self.weights.shape != self.S.shape:
             raise _wrong("weights", self.weights, f"{self.S.shape} as in S")
+        sets = self.predicted
+        if sets is not None and (sets.shape[:-1] != self.S.shape[:3] or not np.issubdtype(sets.dtype, np.integer)):
+            raise _wrong("predicted", sets, f"whole numbers [{', '.join(map(str, self.S.shape[:3]))}, …]")
         self._require_sizes()
-        if self.S.size:
-            for extreme in extremes(self.S):
-                if not 0 <= extreme < self.n_experts + self.skips:
-                    raise DataError(
-                        f"The route table names expert {extreme}, but there are {self.n_experts} experts "
-                        f"(0 … {self.n_experts - 1})."
-                    )
+        self._require_experts("names", self.S, empty=self.skips)
+        if sets is not None:
+            self._require_experts("prefetches", sets, empty=True)
+
+    def _require_experts(self, does: str, experts: Integer[np.ndarray, ...], *, empty: bool) -> None:
+        """Check that indices are those of experts; n_experts is allowed if places may be `empty`."""
+        for extreme in extremes(experts) if experts.size else ():
+            if not 0 <= extreme < self.n_experts + empty:
+                raise DataError(
+                    f"The route table {does} expert {extreme}, but there are {self.n_experts} experts "
+                    f"(0 … {self.n_experts - 1})."
+                )
 
     def _require_sizes(self) -> None:
         sizes = self.expert_bytes
