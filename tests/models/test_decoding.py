@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lively import SIZES, VOCAB, assert_same, decode, full, kinds_of_router, lively, random_tokens
 
+from lively import SIZES, VOCAB, assert_same, decode, full, kinds_of_router, lively, random_tokens
 from stickymoe.errors import StickyError
 from stickymoe.models.gpt import DecodeCache
 from strategies import documents

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lively import SIZES, VOCAB, kinds_of_router, lively, random_tokens
 from torch import nn
 from torch.nn import functional as F
 
+from lively import SIZES, VOCAB, kinds_of_router, lively, random_tokens
 from stickymoe.errors import StickyError
 from stickymoe.models.gpt import GPT
 from stickymoe.models.moe import MoE

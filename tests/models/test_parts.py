@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lively import SIZES, VOCAB, assert_same, decode, full, kinds_of_router, lively, random_tokens
 from torch import nn
 
+from lively import SIZES, VOCAB, assert_same, decode, full, kinds_of_router, lively, random_tokens
 from stickymoe.models.gpt import GPT, DecodeCache
 from stickymoe.models.moe import Experts, Router
 from stickymoe.routing.layer import LayerParts, SidePart

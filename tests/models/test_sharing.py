@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lively import VOCAB, assert_same, decode, full, random_tokens
 
+from lively import VOCAB, assert_same, decode, full, random_tokens
 from stickymoe.errors import ConfigError
 from stickymoe.routing.losses import LossContext, cross_layer_loss
 from stickymoe.runs.config import ModelConfig, RunConfig

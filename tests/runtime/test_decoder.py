@@ -6,18 +6,19 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from lively import enliven, random_tokens
 
+from lively import enliven, random_tokens
 from stickymoe.errors import ConfigError, StickyError
 from stickymoe.models.gpt import GPT, DecodeCache
 from stickymoe.models.moe import MoE
 from stickymoe.routing.layer import LayerParts, SidePart
-from stickymoe.routing.rules import RouterState, RoutingRule, Scoring, TopK
+from stickymoe.routing.rules import RouterState, RoutingRule, Scoring
+from stickymoe.routing.sequential import Smooth
 from stickymoe.runs.config import ModelConfig, RunConfig
 from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runtime.decoder import Decoder
 from stickymoe.training.build import build_model
-from stickymoe.variants import variant, variant_names
+from stickymoe.variants import base, variant, variant_names
 
 VOCAB = 23
 SIZES = {"d_model": 16, "n_layers": 3, "n_heads": 2, "n_experts": 5, "top_k": 2, "d_ff": 12, "seq_len": 48}
@@ -61,7 +62,9 @@ class Slots:
         for layer, block in enumerate(model.blocks):
             if isinstance(block.ffn, MoE):
                 e = block.ffn.experts
-                pieces = [[p[i].numpy().reshape(-1) for p in (e.up, e.up_bias, e.down, e.down_bias)] for i in range(len(e.up))]
+                pieces = [
+                    [p[i].numpy().reshape(-1) for p in (e.up, e.up_bias, e.down, e.down_bias)] for i in range(len(e.up))
+                ]
                 order = np.roll(np.arange(len(pieces)), layer)[::-1]
                 self.slots[layer] = np.stack([np.concatenate(pieces[i]) for i in order]).view(np.uint8)
                 self.place[layer] = np.argsort(order)
@@ -225,7 +228,7 @@ def test_sentences_end_spans():
         return token_in_slots(decoder, slots, token, boundary=boundary)
 
     assert_decodes(model, cache, token, step, boundaries=boundaries)
-    with pytest.raises(ConfigError, match="^RouterInput: boundary is missing, but this rule reads it; pass boundary"):
+    with pytest.raises(ConfigError, match=r"^RouterInput: boundary is missing, but this rule reads it; pass boundary"):
         decoder.begin(0)
 
 
@@ -241,18 +244,18 @@ def test_threads_do_not_change_the_logits():
 # Rules and parts that the compiled loops do not know
 
 
-class Alternating(TopK):
-    """A choice of a user, which inherits from a known one: the expert t mod N, and the best other one."""
+class Alternating:
+    """A choice of a user: the expert t mod N, and the best other one. It also remembers its input."""
 
     def __call__(self, given, x, state):
         p = given.scoring.scores(given.logits)
         N, t = p.shape[-1], state.values.get("t", torch.zeros(len(p), 1, dtype=torch.long))
         fixed = ((t + torch.arange(p.shape[1])) % N)[..., None]
-        best = p.scatter(-1, fixed, 2.0).topk(2, dim=-1).indices
+        last = state.values.get("last", torch.zeros_like(given.logits[:, -1]))
+        ranking = (given.logits + last[:, None]) if p.shape[1] == 1 else given.logits
+        best = ranking.scatter(-1, fixed, torch.inf).topk(2, dim=-1).indices
         S = best.gather(-1, p.gather(-1, best).argsort(-1, descending=True))
-        return p, S, RouterState({"t": t + p.shape[1], "logits": given.logits[:, -1]})
-
-    scan = None
+        return p, S, RouterState({"t": t + p.shape[1], "last": given.logits[:, -1]})
 
 
 class Remembering(SidePart):
@@ -290,10 +293,29 @@ def test_a_rule_that_is_not_compiled_runs_as_in_the_model(rule):
 
 
 def test_parts_of_a_user_run_as_in_the_model_beside_compiled_ones():
-    def parts(layer: int) -> LayerParts:
-        return [LayerParts(RoutingRule(2)), LayerParts(None, side=Remembering()), LayerParts(RoutingRule(2))][layer]
+    parts = [
+        LayerParts(RoutingRule(2, filter=Smooth(0.5), choice=Alternating())),
+        LayerParts(None, side=Remembering()),
+        LayerParts(RoutingRule(2), side=Remembering()),
+    ]
+    check(model_of_parts(lambda layer: parts[layer]), 5)
 
-    check(model_of_parts(parts), 5)
+
+def test_a_variant_that_a_user_registers(monkeypatch):
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+    @base.register
+    @dataclass(frozen=True)
+    class AlternatingVariant(base.Balanced):
+        """Takes turns."""
+
+        name: ClassVar[str] = "alternating"
+        equation: ClassVar[str] = "S_t = t mod N and the best other"
+
+        def choice(self, site):
+            return Alternating()
+
+    check(model_of("alternating"), 6)
 
 
 # What is refused
@@ -326,7 +348,7 @@ def test_a_cache_without_the_state_of_its_router_is_refused():
     model = model_of("recommended")
     cache, _ = prefill(model, random_tokens(0, 1, 4))
     cache.layers[1].router = RouterState()
-    with pytest.raises(ConfigError, match="^RouterState: got tokens from position 4 without the state"):
+    with pytest.raises(ConfigError, match=r"^RouterState: got tokens from position 4 without the state"):
         Decoder(model).start(cache)
 
 

@@ -138,7 +138,7 @@ class _Weights:
         self._pieces: list[Shaped[np.ndarray, " numbers"]] = []
         self.size = 0
 
-    def add(self, *tensors: Shaped[Tensor, "..."] | None) -> int:
+    def add(self, *tensors: Shaped[Tensor, ...] | None) -> int:
         """Append tensors, one behind the other; returns where they begin."""
         begin = self.size
         pieces = [_array(t).reshape(-1) for t in tensors if t is not None]
@@ -154,7 +154,7 @@ class _Weights:
         return out
 
 
-def _array(tensor: Shaped[Tensor, "..."]) -> Float[np.ndarray, "..."]:
+def _array(tensor: Shaped[Tensor, ...]) -> Float[np.ndarray, ...]:
     """The tensor in fp32; shares memory if possible."""
     return np.ascontiguousarray(tensor.detach().float().numpy(force=True))
 

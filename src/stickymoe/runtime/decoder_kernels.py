@@ -19,7 +19,7 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, prange, types
+from numba import carray, njit, prange, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
 from stickymoe.routing import kernels as rules
@@ -236,11 +236,17 @@ def _at(typing_context: Any, address: Any) -> Any:
     def cast(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.float32)(types.int64), cast
+    return types.CPointer(types.float32)(types.int64), cast  # type: ignore[no-untyped-call]
 
 
 @njit(cache=True, nogil=True)
-def _mix(x: int) -> int:
+def _row(address: Any, width: Any) -> Any:
+    """The row of a table at an address."""
+    return carray(_at(address), (width,))  # type: ignore[call-arg]
+
+
+@njit(cache=True, nogil=True)
+def _mix(x: Any) -> Any:
     """The hash of `lookup`."""
     x = x * np.int64(-4658895280553007687)
     x = x ^ ((x >> 32) & np.int64(0xFFFFFFFF))
@@ -258,7 +264,7 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
     row = work[ROW, :width]
     row[:] = 0.0
     if fields[TOKEN_ROWS]:
-        found = carray(_at(fields[TOKEN_ROWS] + 4 * width * token), (width,))
+        found = _row(fields[TOKEN_ROWS] + 4 * width * token, width)
         for i in range(width):
             row[i] += found[i]
     place = NGRAMS
@@ -272,7 +278,7 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
                 for back in range(n):
                     key = _mix(key ^ history[position - back])
                 index = key % rows + head * rows
-            found = carray(_at(address + 4 * part * index), (part,))
+            found = _row(address + 4 * part * index, part)
             for i in range(part):
                 row[head * part + i] += found[i]
         place += 4 + heads
