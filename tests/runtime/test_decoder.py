@@ -17,8 +17,10 @@ from stickymoe.routing.sequential import Smooth
 from stickymoe.runs.config import ModelConfig, RunConfig
 from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runtime.decoder import Decoder
+from stickymoe.runtime.formats import ExpertLayout
 from stickymoe.training.build import build_model
 from stickymoe.variants import base, variant, variant_names
+from tests.runtime.experts import expert_spec
 
 VOCAB = 23
 SIZES = {"d_model": 16, "n_layers": 3, "n_heads": 2, "n_experts": 5, "top_k": 2, "d_ff": 12, "seq_len": 48}
@@ -59,17 +61,16 @@ class Slots:
 
     def __init__(self, model: GPT) -> None:
         self.slots, self.place, self.spec = {}, {}, {}
+        spec = expert_spec(model.config.d_model, model.config.d_ff)
+        layout = ExpertLayout(spec, "fp32")
         for layer, block in enumerate(model.blocks):
             if isinstance(block.ffn, MoE):
-                e = block.ffn.experts
-                pieces = [
-                    [p[i].numpy().reshape(-1) for p in (e.up, e.up_bias, e.down, e.down_bias)] for i in range(len(e.up))
-                ]
-                order = np.roll(np.arange(len(pieces)), layer)[::-1]
-                self.slots[layer] = np.stack([np.concatenate(pieces[i]) for i in order]).view(np.uint8)
+                experts = block.ffn.experts
+                order = np.roll(np.arange(len(experts.up)), layer)[::-1]
+                stacks = [getattr(experts, tensor.name) for tensor in spec.tensors]
+                self.slots[layer] = np.stack([layout.encode([stack[i] for stack in stacks]) for i in order])
                 self.place[layer] = np.argsort(order)
-                begins = np.cumsum([0] + [4 * len(piece) for piece in pieces[0][:3]])
-                self.spec[layer] = np.tile([*begins, e.up.shape[1]], (model.config.top_k, 1))
+                self.spec[layer] = np.repeat(layout.spec_array()[None], model.config.top_k, axis=0)
 
     def of(self, layer: int, S, w) -> tuple:
         which = np.where(w > 0, self.place[layer][S], -1)
