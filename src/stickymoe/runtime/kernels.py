@@ -64,7 +64,7 @@ def _rows_bf16(values: Any, x: Any, first: int, last: int, out: Any) -> None:
         row = values[i * n : (i + 1) * n]
         total = _F(0)
         for j in range(n):
-            total += _U(_U(row[j]) << _U(16)).view(_F) * x[j]
+            total += _from_bf16(row[j]) * x[j]
         out[i] = total
 
 
@@ -81,9 +81,7 @@ def _rows_int8(values: Any, scales: Any, x: Any, first: int, last: int, out: Any
 
 @njit(cache=True, nogil=True, fastmath=_REORDER)
 def _rows_int4(values: Any, scales: Any, x: Any, first: int, last: int, out: Any) -> None:
-    n = len(x)
-    full, left = n // GROUP, n % GROUP
-    groups = full + (left > 0)
+    groups, full = (len(x) + GROUP - 1) // GROUP, len(x) // GROUP
     for i in range(first, last):
         row = values[i * groups * _HALF : (i + 1) * groups * _HALF]
         total = _F(0)
@@ -92,15 +90,28 @@ def _rows_int4(values: Any, scales: Any, x: Any, first: int, last: int, out: Any
             for j in range(_HALF):
                 two = _I(row[g * _HALF + j])
                 part += _low(two) * x[g * GROUP + j] + _high(two) * x[g * GROUP + _HALF + j]
-            total += part * _U(_U(scales[i * groups + g]) << _U(16)).view(_F)
-        if left > 0:
-            part = _F(0)
-            for j in range(min(left, _HALF)):
-                part += _low(_I(row[full * _HALF + j])) * x[full * GROUP + j]
-            for j in range(left - _HALF):
-                part += _high(_I(row[full * _HALF + j])) * x[full * GROUP + _HALF + j]
-            total += part * _U(_U(scales[i * groups + full]) << _U(16)).view(_F)
+            total += part * _from_bf16(scales[i * groups + g])
         out[i] = total
+
+
+@njit(cache=True, nogil=True, fastmath=_REORDER)
+def _add_last_group(values: Any, scales: Any, x: Any, first: int, last: int, out: Any) -> None:
+    """Add to `_rows_int4` the last group if it is partial: a second pass, because the first is faster without it."""
+    groups, full = (len(x) + GROUP - 1) // GROUP, len(x) // GROUP
+    rest = x[full * GROUP :]
+    for i in range(first, last):
+        row = values[((i + 1) * groups - 1) * _HALF : (i + 1) * groups * _HALF]
+        part = _F(0)
+        for j in range(min(len(rest), _HALF)):
+            part += _low(_I(row[j])) * rest[j]
+        for j in range(len(rest) - _HALF):
+            part += _high(_I(row[j])) * rest[_HALF + j]
+        out[i] += part * _from_bf16(scales[i * groups + full])
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _from_bf16(bits: Any) -> Any:
+    return _U(_U(bits) << _U(16)).view(_F)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -134,8 +145,10 @@ def _rows(
     else:
         groups = (n + GROUP - 1) // GROUP
         steps = slot[scales : scales + last * groups * 2].view(np.uint16)
-        bytes_ = slot[values : values + last * groups * _HALF].view(np.int8)
-        _rows_int4(bytes_, steps, x, first, last, out)
+        pairs = slot[values : values + last * groups * _HALF].view(np.int8)
+        _rows_int4(pairs, steps, x, first, last, out)
+        if n % GROUP > 0:
+            _add_last_group(pairs, steps, x, first, last, out)
     if bias >= 0:
         shift = slot[bias : bias + last * 4].view(np.float32)
         for i in range(first, last):
