@@ -157,7 +157,7 @@ def _rows(
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 def _erf(x: Any) -> Any:
-    """erf within 5e-7, by a ratio of polynomials on −4…4; the one of the C library is called once per number."""
+    """erf within 5e-7, with Eigen's coefficients: a loop over the C library's erf is not vectorised."""
     x = _F(-4) if x < _F(-4) else (_F(4) if x > _F(4) else x)
     s = x * x
     p = _F(-2.72614225801306e-10)
@@ -177,7 +177,7 @@ def _erf(x: Any) -> Any:
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _exp(x: Any) -> Any:
-    """exp within 1e-7 of its value, for x cut to −87…88: 2ⁿ·exp(r) with |r| ≤ ln 2 / 2."""
+    """exp within 1e-7 of its value, for x cut to −87…88: 2ⁿ·exp(r) with |r| ≤ ln 2 / 2 and Cephes' coefficients."""
     x = _F(-87) if x < _F(-87) else (_F(88) if x > _F(88) else x)
     shifted = _F(x * _F(1.4426950408889634) + _F(12582912))  # + 1.5·2²³ rounds to an integer, n, in the lowest bits
     n = shifted - _F(12582912)
