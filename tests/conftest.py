@@ -14,6 +14,7 @@ settings.load_profile("suite")
 
 # Before torch is imported, and for child processes.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # numba's threads would spin while other processes hold the cores
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual machines announce AMX without having it
 
 

@@ -69,6 +69,10 @@ def test_reading_a_run_needs_no_extra(module):
     assert loaded_by(f"import stickymoe.{module}") <= {"numba"}
 
 
+def test_reading_a_stored_expert_loads_nothing_heavy():
+    assert loaded_by("import stickymoe.runtime.formats") == set()
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_resolves(name):
     found = getattr(stickymoe, name)

@@ -5,13 +5,14 @@ import threading
 import numba
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
 from stickymoe.runtime import kernels
 from stickymoe.runtime.formats import ACTIVATIONS, PRECISIONS, ExpertLayout
-from tests.runtime.experts import expert_spec, plain_expert, random_tensors, specs
+from tests.runtime.experts import PLAIN_ACTIVATIONS, expert_spec, plain_expert, random_tensors, specs
 from tests.strategies import costly, seeds, thorough
 
 precisions = pytest.mark.parametrize("precision", PRECISIONS)
@@ -119,6 +120,17 @@ def test_a_slot_within_a_larger_region_may_be_read_only(precision):
     region.flags.writeable = False
     case.slot = region[len(case.slot) : 2 * len(case.slot)]
     assert np.array_equal(case.run(), expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_as_near_as_those_of_torch(activation):
+    h = np.linspace(-20, 20, 400_001, dtype=np.float32)
+    plain = PLAIN_ACTIVATIONS[activation]
+    expected = plain(torch.tensor(h, dtype=torch.float64)).numpy()
+    given = h.copy()
+    kernels._activate(ACTIVATIONS.index(activation), given)
+    error, of_torch = (np.abs(y - expected).max() for y in (given, plain(torch.tensor(h)).numpy()))
+    assert error <= 2 * of_torch + 1e-7
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

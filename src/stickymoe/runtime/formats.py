@@ -36,7 +36,8 @@ ALIGNMENT = 64  # a piece of an expert begins at a multiple of it
 GROUP = 64  # columns that share a scale in int4
 
 # The fields of `ExpertLayout.spec_array`. Kernels compare the codes with indices of PRECISIONS and ACTIVATIONS;
-# offsets are in bytes from the start of the expert, −1 for a piece that it does not have.
+# offsets are in bytes from the start of the expert, −1 for a piece that it does not have. numba's cache on disk does
+# not see a change of a constant in this file: edit kernels.py too, or delete its __pycache__.
 FIELD_PRECISION = 0
 FIELD_ACTIVATION = 1
 FIELD_GATED = 2  # 0 or 1

@@ -2,7 +2,7 @@
 
 `slot` is the expert's bytes (uint8, contiguous) and `spec` its `ExpertLayout.spec_array`; x, hidden and out are
 contiguous float32 vectors: x and out of d numbers, hidden of at least m for what is in between. All of them release the
-interpreter lock, so that threads that read from disk run meanwhile. Sums are in fp32.
+interpreter lock, so that threads that read from disk run meanwhile. Sums are in fp32. Lengths are not checked.
 
 numba promotes small integers to 64 bits, which would make the loops over int8 and int4 ten times slower: hence the
 casts to int32.
@@ -64,7 +64,7 @@ def _rows_bf16(values: Any, x: Any, first: int, last: int, out: Any) -> None:
         row = values[i * n : (i + 1) * n]
         total = _F(0)
         for j in range(n):
-            total += _U(_U(row[j]) << _U(16)).view(_F) * x[j]
+            total += _from_bf16(row[j]) * x[j]
         out[i] = total
 
 
@@ -81,9 +81,7 @@ def _rows_int8(values: Any, scales: Any, x: Any, first: int, last: int, out: Any
 
 @njit(cache=True, nogil=True, fastmath=_REORDER)
 def _rows_int4(values: Any, scales: Any, x: Any, first: int, last: int, out: Any) -> None:
-    n = len(x)
-    full, left = n // GROUP, n % GROUP
-    groups = full + (left > 0)
+    groups, full = (len(x) + GROUP - 1) // GROUP, len(x) // GROUP
     for i in range(first, last):
         row = values[i * groups * _HALF : (i + 1) * groups * _HALF]
         total = _F(0)
@@ -92,15 +90,28 @@ def _rows_int4(values: Any, scales: Any, x: Any, first: int, last: int, out: Any
             for j in range(_HALF):
                 two = _I(row[g * _HALF + j])
                 part += _low(two) * x[g * GROUP + j] + _high(two) * x[g * GROUP + _HALF + j]
-            total += part * _U(_U(scales[i * groups + g]) << _U(16)).view(_F)
-        if left > 0:
-            part = _F(0)
-            for j in range(min(left, _HALF)):
-                part += _low(_I(row[full * _HALF + j])) * x[full * GROUP + j]
-            for j in range(left - _HALF):
-                part += _high(_I(row[full * _HALF + j])) * x[full * GROUP + _HALF + j]
-            total += part * _U(_U(scales[i * groups + full]) << _U(16)).view(_F)
+            total += part * _from_bf16(scales[i * groups + g])
         out[i] = total
+
+
+@njit(cache=True, nogil=True, fastmath=_REORDER)
+def _add_last_group(values: Any, scales: Any, x: Any, first: int, last: int, out: Any) -> None:
+    """Add to `_rows_int4` the last group if it is partial: a second pass, because the first is faster without it."""
+    groups, full = (len(x) + GROUP - 1) // GROUP, len(x) // GROUP
+    rest = x[full * GROUP :]
+    for i in range(first, last):
+        row = values[((i + 1) * groups - 1) * _HALF : (i + 1) * groups * _HALF]
+        part = _F(0)
+        for j in range(min(len(rest), _HALF)):
+            part += _low(_I(row[j])) * rest[j]
+        for j in range(len(rest) - _HALF):
+            part += _high(_I(row[j])) * rest[_HALF + j]
+        out[i] += part * _from_bf16(scales[i * groups + full])
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _from_bf16(bits: Any) -> Any:
+    return _U(_U(bits) << _U(16)).view(_F)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -134,39 +145,87 @@ def _rows(
     else:
         groups = (n + GROUP - 1) // GROUP
         steps = slot[scales : scales + last * groups * 2].view(np.uint16)
-        bytes_ = slot[values : values + last * groups * _HALF].view(np.int8)
-        _rows_int4(bytes_, steps, x, first, last, out)
+        pairs = slot[values : values + last * groups * _HALF].view(np.int8)
+        _rows_int4(pairs, steps, x, first, last, out)
+        if n % GROUP > 0:
+            _add_last_group(pairs, steps, x, first, last, out)
     if bias >= 0:
         shift = slot[bias : bias + last * 4].view(np.float32)
         for i in range(first, last):
             out[i] += shift[i]
 
 
-@njit(cache=True, nogil=True)
-def _activate(activation: int, gated: bool, f: int, first: int, last: int, hidden: Any) -> None:
-    """Apply the activation to hidden[first:last]; with a gate, multiply by hidden[f + first : f + last]."""
-    for i in range(first, last):
-        h = hidden[i]
-        if activation == _GELU:
-            y = _F(0.5) * h * (_F(1) + math.erf(h * _ROOT_HALF))
-        elif activation == _GELU_TANH:  # (1 + tanh u) / 2 = 1 / (1 + exp −2u), which is faster
-            y = h / (_F(1) + math.exp(-_TANH_SLOPE * (h + _TANH_CUBE * h * h * h)))
-        elif activation == _SILU:
-            y = h / (_F(1) + math.exp(-h))
-        else:
-            y = _F(0) if h < 0 else h * h
-        hidden[i] = y * hidden[f + i] if gated else y
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def _erf(x: Any) -> Any:
+    """erf within 5e-7, with Eigen's coefficients: a loop over the C library's erf is not vectorised."""
+    x = _F(-4) if x < _F(-4) else (_F(4) if x > _F(4) else x)
+    s = x * x
+    p = _F(-2.72614225801306e-10)
+    p = p * s + _F(2.77068142495902e-08)
+    p = p * s + _F(-2.10102402082508e-06)
+    p = p * s + _F(-5.69250639462346e-05)
+    p = p * s + _F(-7.34990630326855e-04)
+    p = p * s + _F(-2.95459980854025e-03)
+    p = p * s + _F(-1.60960333262415e-02)
+    q = _F(-1.45660718464996e-05)
+    q = q * s + _F(-2.13374055278905e-04)
+    q = q * s + _F(-1.68282697438203e-03)
+    q = q * s + _F(-7.37332916720468e-03)
+    q = q * s + _F(-1.42647390514189e-02)
+    return x * p / q
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _exp(x: Any) -> Any:
+    """exp within 1e-7 of its value, for x cut to −87…88: 2ⁿ·exp(r) with |r| ≤ ln 2 / 2 and Cephes' coefficients."""
+    x = _F(-87) if x < _F(-87) else (_F(88) if x > _F(88) else x)
+    shifted = _F(x * _F(1.4426950408889634) + _F(12582912))  # + 1.5·2²³ rounds to an integer, n, in the lowest bits
+    n = shifted - _F(12582912)
+    r = x - n * _F(0.693359375) + n * _F(2.12194440e-4)  # ln 2 in two parts, of which the first is exact
+    p = _F(1.9875691500e-4)
+    p = p * r + _F(1.3981999507e-3)
+    p = p * r + _F(8.3334519073e-3)
+    p = p * r + _F(4.1665795894e-2)
+    p = p * r + _F(1.6666665459e-1)
+    p = p * r + _F(5.0000001201e-1)
+    p = p * r * r + r + _F(1)
+    return p * _I(_I(_F(shifted).view(_I) << _I(23)) + _I(0x3F800000)).view(_F)
+
+
+# Python's division checks for zero, which keeps a loop from being vectorised; hence numpy's error model. Nothing is
+# reordered or fused here, so a number's result does not depend on its place in a vector.
+@njit(cache=True, nogil=True, error_model="numpy")
+def _activate(activation: int, hidden: Any) -> None:
+    """Apply the activation in place."""
+    if activation == _GELU:
+        for i in range(len(hidden)):
+            h = hidden[i]
+            hidden[i] = _F(0.5) * h * (_F(1) + _erf(h * _ROOT_HALF))
+    elif activation == _GELU_TANH:
+        for i in range(len(hidden)):  # (1 + tanh u) / 2 = 1 / (1 + exp −2u)
+            h = hidden[i]
+            hidden[i] = h / (_F(1) + _exp(-_TANH_SLOPE * (h + _TANH_CUBE * h * h * h)))
+    elif activation == _SILU:
+        for i in range(len(hidden)):
+            h = hidden[i]
+            hidden[i] = h / (_F(1) + _exp(-h))
+    else:
+        for i in range(len(hidden)):
+            h = hidden[i]
+            hidden[i] = _F(0) if h < _F(0) else h * h
 
 
 @njit(cache=True, nogil=True)
 def _up_part(slot: Any, spec: Any, x: Any, first: int, last: int, hidden: Any) -> None:
     """hidden[first:last] of the input of `down`."""
-    f, gated = spec[FIELD_F], spec[FIELD_GATED] != 0
+    f = spec[FIELD_F]
     precision, values, scales, bias = spec[FIELD_PRECISION], spec[FIELD_UP], spec[FIELD_UP_SCALES], spec[FIELD_UP_BIAS]
     _rows(slot, precision, values, scales, bias, x, first, last, hidden)
-    if gated:
+    _activate(spec[FIELD_ACTIVATION], hidden[first:last])
+    if spec[FIELD_GATED] != 0:
         _rows(slot, precision, values, scales, bias, x, f + first, f + last, hidden)
-    _activate(spec[FIELD_ACTIVATION], gated, f, first, last, hidden)
+        for i in range(first, last):
+            hidden[i] *= hidden[f + i]
 
 
 @njit(cache=True, nogil=True)
@@ -185,7 +244,13 @@ def expert(slot: Any, spec: Any, x: Any, hidden: Any, out: Any) -> None:
 
 @njit(cache=True, nogil=True, parallel=True)
 def expert_parallel(slot: Any, spec: Any, x: Any, hidden: Any, out: Any) -> None:
-    """`expert` on numba's threads, with the same bits. One thread at a time may call it."""
+    """`expert` on numba's threads, with the same bits.
+
+    It helps on idle cores only. Set OMP_WAIT_POLICY=passive before the first call: GNU OpenMP otherwise spins at the
+    end of each loop, and if other processes hold the cores, a call takes tens of milliseconds. Only one thread at a
+    time may call it (numba's `workqueue` layer aborts otherwise), and no forked child of a process that has called it
+    (GNU OpenMP aborts).
+    """
     f, d = spec[FIELD_F], spec[FIELD_D]
     for b in prange(_BLOCKS):
         _up_part(slot, spec, x, b * f // _BLOCKS, (b + 1) * f // _BLOCKS, hidden)
