@@ -721,39 +721,81 @@ def one_by_one(requests, capacity):
 
 
 def misses(requests, capacity, policy):
-    """Misses of a cold cache. `policy` is fifo, sieve, lfu or static."""
-    requests = one_by_one(requests, capacity)
-    total = {e: sum(e in r for r in requests) for r in requests for e in r}
+    """Misses of a cold cache that loads on demand. `policy` is fifo, sieve, lfu or static."""
+    return counts([("ask", request) for request in requests], capacity, policy)["misses"]
+
+
+def counts(requests, capacity, policy, on_miss="load", fade=8):
+    """What a cold cache counts. A request is (kind, experts): ask (of one token), union (of several) or prefetch."""
+    total = {}
+    for kind, experts in requests:
+        for e in experts if kind != "prefetch" else ():
+            total[e] = total.get(e, 0) + 1
     cache = {}  # expert -> when it was loaded, when last used, uses, value with age, whether used again
-    clock = age = count = 0
+    found = dict.fromkeys(("hits", "misses", "prefetched", "wasted", "evictions", "bypassed"), 0)
+    asked, counted = {}, 0  # recent requests of each expert
+    clock = age = 0
     hand = None
-    for request in requests:
-        for e in [e for e in request if e not in cache]:
-            count += 1
-            if len(cache) == capacity:
-                free = [x for x in cache if x not in request]
-                if policy == "fifo":
-                    victim = min(free, key=lambda x: cache[x]["loaded"])
-                elif policy == "static":
-                    victim = min(free, key=lambda x: (total[x], -x))
-                elif policy == "lfu":
-                    victim = min(free, key=lambda x: (cache[x]["value"], cache[x]["used"]))
-                    age = cache[victim]["value"]
+    for kind, experts in requests:
+        if kind != "prefetch":
+            if counted >= fade * capacity:
+                asked, counted = {e: n // 2 for e, n in asked.items()}, 0
+            for e in experts:
+                asked[e] = asked.get(e, 0) + 1
+            counted += len(experts)
+        for group in groups(cache, kind, experts, capacity):
+            for e in group:
+                if e in cache and kind != "prefetch":
+                    found["hits"] += 1
+                    cache[e]["unused"] = False
+            for e in [e for e in group if e not in cache]:
+                found["prefetched" if kind == "prefetch" else "misses"] += 1
+                if len(cache) == capacity:
+                    free = [x for x in cache if x not in group]
+                    if policy == "fifo":
+                        victim = min(free, key=lambda x: cache[x]["loaded"])
+                    elif policy == "lru":
+                        victim = min(free, key=lambda x: cache[x]["used"])
+                    elif policy == "static":
+                        victim = min(free, key=lambda x: (total.get(x, 0), -x))
+                    elif policy == "lfu":
+                        victim = min(free, key=lambda x: (cache[x]["value"], cache[x]["used"]))
+                        age = cache[victim]["value"]
+                    else:
+                        victim, after = sieve_victim(cache, group, hand)
+                        hand = victim
+                    if on_miss == "bypass" and kind != "prefetch" and asked[e] < asked.get(victim, 0):
+                        found["bypassed"] += 1
+                        continue
+                    if policy == "sieve":
+                        hand = after
+                    found["evictions"] += 1
+                    found["wasted"] += cache.pop(victim)["unused"]
+                cache[e] = {"loaded": None, "uses": 0, "again": False, "unused": kind == "prefetch"}
+            for e in [e for e in reversed(group) if e in cache]:
+                clock += 1
+                entry = cache[e]
+                if entry["loaded"] is None:
+                    entry["loaded"] = clock
                 else:
-                    victim, hand = sieve_victim(cache, request, hand)
-                del cache[victim]
-            cache[e] = {"loaded": None, "uses": 0, "again": False}
-        for e in reversed(request):
-            clock += 1
-            entry = cache[e]
-            if entry["loaded"] is None:
-                entry["loaded"] = clock
-            else:
-                entry["again"] = True
-            entry["used"] = clock
-            entry["uses"] += 1
-            entry["value"] = entry["uses"] + age
-    return count
+                    entry["again"] = True
+                entry["used"] = clock
+                entry["uses"] += 1
+                entry["value"] = entry["uses"] + age
+    found["wasted"] += sum(entry["unused"] for entry in cache.values())
+    return found
+
+
+def groups(cache, kind, experts, capacity):
+    """The parts of a request that are served together; computed as the request begins."""
+    if kind == "prefetch":
+        return [experts[:capacity]]
+    if len(experts) <= capacity:
+        return [experts]
+    if kind == "ask":
+        return [[e] for e in experts]
+    rest = [e for e in experts if e not in cache]
+    return [[e for e in experts if e in cache], *(rest[i : i + capacity] for i in range(0, len(rest), capacity))]
 
 
 def sieve_victim(cache, pinned, hand):

@@ -15,6 +15,7 @@ from stickymoe.locality.formats import load_table, save_table
 from stickymoe.locality.measure import measure
 from stickymoe.locality.replay import allocate, miss_curve, simulate
 from stickymoe.locality.streams import Access
+from stickymoe.locality.study import default_policies
 from stickymoe.locality.table import RouteTable
 
 RUNS = ((0.1, 33.0), (0.2, 31.0), (0.5, 32.0))
@@ -58,6 +59,7 @@ def test_simulate_prints_and_writes_what_the_simulator_counts(made, capsys, tmp_
         (["--prefetch", "previous"], 3, {"prefetch": "previous"}),
         (["--prefetch", "TRACE"], 3, {"prefetch": "TRACE"}),
         (["--prefetch", "recorded"], 3, {"prefetch": "recorded"}),
+        (["--on_miss", "bypass"], 3, {"on_miss": "bypass"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -66,7 +68,7 @@ def test_simulate_takes_every_way_through_a_trace(made, capsys, flags, capacity,
     if access.get("prefetch") == "TRACE":
         access = {"prefetch": table.S}
     out = said(capsys, "simulate", made, "--capacity", capacity, *(made if f == "TRACE" else f for f in flags))
-    policies = ("lru", "lfu", "fifo", "sieve", "static") + ("belady",) * ("prefetch" not in access)
+    policies = default_policies(Access(**access))
     found = [simulate(table, policy=p, capacity=capacity, access=Access(**access)) for p in policies]
     expected = [str(capacity)]
     for result in found:

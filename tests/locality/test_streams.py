@@ -70,6 +70,7 @@ def accesses(draw, table, *, batch=False):
         top1=draw(st.booleans()),
         batch=batch,
         prefetch={"none": None, "previous": "previous", "predictor": sets}[kind],
+        on_miss=draw(st.sampled_from(["load", "bypass"])),
     )
 
 
@@ -136,15 +137,15 @@ def asked_of_caches(table, access):
 
 
 def plain(table, access, policy, C):
-    """(accesses, misses, prefetched, wasted, evictions) of each cache, with cache objects and no cleverness."""
+    """The counts of each cache, with cache objects and no cleverness."""
     results = []
     for asked in asked_of_caches(table, access):
         everything = [sorted(request) for text in asked.values() for _, request in text]
-        total, stats = [0, 0, 0, 0, 0], []
+        total, stats = [0, 0, 0, 0, 0, 0], []
         for text in asked.values():
             requests = [list(request) for _, request in text]
             known = {"rank": everything, "next_use": requests, None: None}[find_policy(policy).knows]
-            cache = Cache(policy=policy, capacity=C, requests=known)
+            cache = Cache(policy=policy, capacity=C, on_miss=access.on_miss, requests=known)
             unused = set()
             for expected, request in text:
                 if expected is not None:
@@ -152,6 +153,7 @@ def plain(table, access, policy, C):
                     total[2] += len(fetched.loads)
                     total[3] += len(unused & set(fetched.evictions))
                     total[4] += len(fetched.evictions)
+                    assert not fetched.bypassed
                     unused = (unused - set(fetched.evictions)) | {load.expert for load in fetched.loads}
                 outcome = cache.request_union(request) if isinstance(request, set) else cache.request(request)
                 assert set(outcome.hits) | {load.expert for load in outcome.loads} == set(request)
@@ -161,6 +163,7 @@ def plain(table, access, policy, C):
                 total[3] += len(unused & set(outcome.evictions))
                 unused -= set(outcome.evictions)
                 total[4] += len(outcome.evictions)
+                total[5] += len(outcome.bypassed)
             total[3] += len(unused)
             stats.append(counts_of(cache.stats))
         assert total == [sum(values) for values in zip(*stats, strict=True)] or not stats
@@ -169,7 +172,14 @@ def plain(table, access, policy, C):
 
 
 def counts_of(stats):
-    return stats.accesses, stats.misses, stats.prefetched, stats.wasted, stats.evictions
+    return stats.accesses, stats.misses, stats.prefetched, stats.wasted, stats.evictions, stats.bypassed
+
+
+def allowed(policy, access):
+    """The access without what a policy that knows the trace refuses."""
+    if find_policy(policy).online:
+        return access
+    return replace(access, on_miss="load", prefetch=None if policy == "belady" else access.prefetch)
 
 
 def counts(result):
@@ -181,9 +191,7 @@ def counts(result):
 @given(data=st.data(), C=st.integers(1, 9))
 def test_prompts_are_one_union_per_layer(policy, data, C):
     table = data.draw(phased_tables())
-    access = data.draw(accesses(table, batch=False))
-    if policy == "belady":
-        access = replace(access, prefetch=None)
+    access = allowed(policy, data.draw(accesses(table, batch=False)))
     result = simulate(table, policy=policy, capacity=C, access=access)
     assert counts(result) == plain(table, access, policy, C)
     assert result.tokens == table.mask.sum()
@@ -194,7 +202,7 @@ def test_prompts_are_one_union_per_layer(policy, data, C):
 @given(data=st.data(), C=st.integers(1, 9))
 def test_recorded_prefetches_are_replayed(policy, data, C):
     table = data.draw(recorded_tables())
-    access = replace(data.draw(accesses(table)), prefetch="recorded")
+    access = allowed(policy, replace(data.draw(accesses(table)), prefetch="recorded"))
     result = simulate(table, policy=policy, capacity=C, access=access)
     assert counts(result) == plain(table, access, policy, C)
     given = replace(access, prefetch=np.array(table.predicted, np.int64))
@@ -218,7 +226,7 @@ def test_the_last_token_of_a_prompt_is_the_previous_one_of_the_first_that_is_dec
 @given(data=st.data(), C=st.integers(1, 9))
 def test_a_batch_is_one_union_per_step_and_layer(policy, data, C):
     table = data.draw(tables() | phased_tables())
-    access = data.draw(accesses(table, batch=True))
+    access = allowed(policy, data.draw(accesses(table, batch=True)))
     assert counts(simulate(table, policy=policy, capacity=C, access=access)) == plain(table, access, policy, C)
 
 
@@ -233,7 +241,7 @@ def test_a_batch_of_one_sequence_is_that_sequence(data, C, policy):
         doc=None if table.doc is None else table.doc[:1],
         phase=None if table.phase is None else table.phase[:1],
     )
-    access = data.draw(accesses(table, batch=True))
+    access = allowed(policy, data.draw(accesses(table, batch=True)))
     alone = simulate(table, policy=policy, capacity=C, access=replace(access, batch=False))
     assert simulate(table, policy=policy, capacity=C, access=access) == alone
 
@@ -242,9 +250,7 @@ def test_a_batch_of_one_sequence_is_that_sequence(data, C, policy):
 @given(data=st.data(), C=st.integers(1, 5), policy=st.sampled_from(policy_names()))
 def test_a_trace_of_decoded_tokens_only_needs_no_phase(data, C, policy):
     table = data.draw(tables())
-    access = data.draw(accesses(table))
-    if policy == "belady":
-        access = replace(access, prefetch=None)
+    access = allowed(policy, data.draw(accesses(table)))
     decoded = replace(table, phase=np.ones(table.mask.shape, np.uint8))
     without = simulate(table, policy=policy, capacity=C, access=access)
     assert simulate(decoded, policy=policy, capacity=C, access=access) == without
@@ -255,7 +261,7 @@ def test_a_trace_of_decoded_tokens_only_needs_no_phase(data, C, policy):
 @given(data=st.data())
 def test_no_policy_beats_belady_where_unions_fit_into_the_cache(policy, data):
     table = data.draw(phased_tables())
-    access = replace(data.draw(accesses(table, batch=data.draw(st.booleans()))), prefetch=None)
+    access = replace(data.draw(accesses(table, batch=data.draw(st.booleans()))), prefetch=None, on_miss="load")
     asked = [request for cache in asked_of_caches(table, access) for text in cache.values() for _, request in text]
     C = data.draw(st.integers(max(map(len, asked), default=1), table.n_experts * table.n_layers))
     bound = simulate(table, policy="belady", capacity=C, access=access)
@@ -296,6 +302,7 @@ def test_simulation_equals_caches_asked_in_order(policy, data, C):
         with pytest.raises(StickyError, match="belady bounds policies that load on demand"):
             simulate(table, policy=policy, capacity=C, access=access)
         return
+    access = allowed(policy, access)
     result = simulate(table, policy=policy, capacity=C, access=access)
     assert counts(result) == plain(table, access, policy, C)
     assert result.tokens == table.mask.sum()
@@ -308,8 +315,7 @@ def test_simulation_equals_caches_asked_in_order(policy, data, C):
 def test_the_size_of_blocks_makes_no_difference(data, C, policy):
     table = data.draw(tables() | phased_tables())
     access = data.draw(accesses(table, batch=data.draw(st.booleans())))
-    if policy == "belady" and access.prefetch is not None:
-        policy = "lru"
+    access = allowed(policy, access)
     whole = simulate(table, policy=policy, capacity=C, access=access)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams_module, "BLOCK", 1)
@@ -402,6 +408,7 @@ def test_a_wrong_predictor_only_wastes():
             {"batch": True, "prefetch": "previous"},
             r"^prefetch: not supported for a batch in lockstep; omit batch or prefetch\.$",
         ),
+        ({"on_miss": "drop"}, r"^on_miss: got 'drop', expected load or bypass\.$"),
         ({"order": "random"}, r"^order: got 'random', expected layer or decode\.$"),
         ({"share_block": 0}, r"^share_block: got 0, expected a whole number of layers ≥ 1"),
         ({"share_block": 3}, r"^share_block: got 3, expected at most the 2 layers of the trace\.$"),

@@ -14,6 +14,7 @@ from stickymoe.cli.printing import print_lines, write_json
 from stickymoe.errors import StickyError, unknown
 
 if TYPE_CHECKING:
+    from stickymoe.locality.policies import OnMiss
     from stickymoe.locality.streams import Access
     from stickymoe.reports.tables import Table
     from stickymoe.runs.traces import Trace
@@ -48,7 +49,12 @@ def _add_access(parser: argparse.ArgumentParser, *, order: str) -> None:
 
 
 def _access(
-    args: argparse.Namespace, traces: Sequence[Trace], *, top1: bool = False, prefetch: str | None = None
+    args: argparse.Namespace,
+    traces: Sequence[Trace],
+    *,
+    top1: bool = False,
+    prefetch: str | None = None,
+    on_miss: OnMiss = "load",
 ) -> Access:
     from stickymoe.locality.streams import Access
     from stickymoe.runs.traces import parse_sharing
@@ -61,6 +67,7 @@ def _access(
         top1=top1,
         batch=args.batch,
         prefetch=_prefetch(prefetch),
+        on_miss=on_miss,
     )
 
 
@@ -86,6 +93,12 @@ def simulate_command(argv: list[str]) -> None:
         metavar="WHAT",
         help="experts to load early: previous (token's), recorded (in the trace), or a trace of predictions",
     )
+    parser.add_argument(
+        "--on_miss",
+        choices=("load", "bypass"),
+        default="load",
+        help="bypass: do not admit an expert that was requested less often lately than the one it would evict",
+    )
     parser.add_argument("--figures", action="store_true", help="also show locality metrics by layer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     args = parser.parse_args(argv)
@@ -97,7 +110,7 @@ def simulate_command(argv: list[str]) -> None:
 
     require_outside_runs(args.json)
     traces = open_traces(args.traces)
-    access = _access(args, traces, top1=args.top1, prefetch=args.prefetch)
+    access = _access(args, traces, top1=args.top1, prefetch=args.prefetch, on_miss=args.on_miss)
     entries = []
     for trace in traces:
         found = study(

@@ -28,10 +28,13 @@ def require_slots(capacity: SupportsIndex) -> int:
 
 
 class Load(NamedTuple):
-    """An expert that must be loaded into a slot; `evicted` was there before, None if the slot was free."""
+    """An expert that must be loaded into a slot; `evicted` was there before, None if the slot was free.
+
+    A slot of None means bypass: the expert is loaded into scratch memory, used by this request and not kept.
+    """
 
     expert: int
-    slot: int
+    slot: int | None
     evicted: int | None
 
 
@@ -39,7 +42,8 @@ class Outcome(NamedTuple):
     """What one request did to the cache.
 
     hits: experts that were resident
-    loads: experts that were not, in the order in which they are loaded
+    loads: experts that were not, in the order in which they are loaded. A caller that uses the hits first and then
+        each expert directly after its load needs room for one bypassed expert at a time
     late: hits whose prefetch is still in flight; the caller waits for them
     interrupted: experts that were evicted while their prefetch was in flight; the caller waits for their loads to end
         before it loads into the same slots
@@ -54,6 +58,11 @@ class Outcome(NamedTuple):
     def evictions(self) -> tuple[int, ...]:
         return tuple(load.evicted for load in self.loads if load.evicted is not None)
 
+    @property
+    def bypassed(self) -> tuple[int, ...]:
+        """Experts that are loaded into scratch memory, not into a slot."""
+        return tuple(load.expert for load in self.loads if load.slot is None)
+
 
 @dataclass(frozen=True)
 class CacheStats:
@@ -61,6 +70,7 @@ class CacheStats:
 
     wasted: experts that were prefetched and not used
     evictions: residents that made room for a load or a prefetch; None where only misses are known (a miss curve)
+    bypassed: misses that were not admitted to the cache; they are loads, not evictions
     """
 
     policy: str
@@ -70,6 +80,7 @@ class CacheStats:
     prefetched: int = 0
     wasted: int = 0
     evictions: int | None = None
+    bypassed: int = 0
 
     @property
     def accesses(self) -> int:
@@ -90,16 +101,17 @@ class CacheStats:
     @classmethod
     def of(cls, state: p.State, *, policy: str, capacity: int, misses: int) -> CacheStats:
         """The counts in the state of a cache, which knows no misses."""
-        hits, prefetched, useful, evictions = (
-            int(state[p.VAR, i]) for i in (p.HITS, p.PREFETCHED, p.USEFUL, p.EVICTIONS)
+        hits, prefetched, useful, evictions, bypassed = (
+            int(state[p.VAR, i]) for i in (p.HITS, p.PREFETCHED, p.USEFUL, p.EVICTIONS, p.BYPASSED)
         )
-        return cls(policy, capacity, hits, misses, prefetched, prefetched - useful, evictions)
+        return cls(policy, capacity, hits, misses, prefetched, prefetched - useful, evictions, bypassed)
 
 
 class Cache:
     """`capacity` slots for experts; `serving` defines how a request is served.
 
-    An offline policy (static, belady) must be given the `requests` to come.
+    An offline policy (static, belady) must be given the `requests` to come. With `on_miss` "bypass", a missing expert
+    is not admitted if the victim was requested more often lately.
     """
 
     def __init__(
@@ -107,11 +119,14 @@ class Cache:
         *,
         capacity: SupportsIndex,
         policy: str = "lru",
+        on_miss: p.OnMiss = "load",
         requests: Iterable[Sequence[int]] | None = None,
     ) -> None:
+        p.require_on_miss(on_miss)
         self.policy = p.find_policy(policy)
         self.capacity = require_slots(capacity)
-        self._request = self.policy.loops.request
+        self.on_miss = on_miss
+        self._request = self.policy.loops_for(on_miss).request
         self._state = p.new_state(self.capacity, self.capacity)
         self._misses = 0
         self._in_flight: set[int] = set()
@@ -197,7 +212,12 @@ class Cache:
                 s[p.HINT, e] = self._next_use(e)
         self._request(s, kind, entries, 0, len(asked))
         expert, slot, evicted = s[p.LOADED : p.EVICTED + 1, : s.item(p.VAR, p.LOADS)].tolist()
-        loads = tuple([Load(e, i, None if out < 0 else out) for e, i, out in zip(expert, slot, evicted, strict=True)])
+        loads = tuple(
+            [
+                Load(e, None if i < 0 else i, None if out < 0 else out)
+                for e, i, out in zip(expert, slot, evicted, strict=True)
+            ]
+        )
         if kind != PREFETCH:
             self._misses += len(loads)
         served = asked[: self.capacity] if kind == PREFETCH else asked

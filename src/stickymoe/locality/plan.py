@@ -120,6 +120,8 @@ def plan(
     require(len(policies) > 0, "policies", tuple(policies), "at least one policy")
     if access.prefetch is not None:
         raise ConfigError("plan: got a prefetch, but it counts loads on demand only; use simulate for prefetch.")
+    if access.on_miss == "bypass":
+        raise ConfigError("plan: got on_miss bypass, but it counts no scratch memory; use simulate for bypass.")
     budget = Budget(device.fast_memory if memory is None else memory, tokens_per_s)
     sizes = Sizes.of(table, expert_bytes, other_bytes)
     points = {}

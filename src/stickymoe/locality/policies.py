@@ -3,7 +3,7 @@
 A policy is a class with up to three static functions, which numba compiles:
 
     used(s, e, new)   entry e was requested and is resident; `new` if this request loaded it
-    victim(s)         the entry to evict, never one that the request being served needs
+    victim(s)         the entry to evict, never one that the request being served needs; with bypass it may stay
     forget(s, e)      entry e leaves the cache (optional)
 
 `s` is the `State` of one cache. A policy keeps either an order (`append`, `unlink`, `oldest`) or a score per slot
@@ -37,13 +37,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numba import njit
 
-from stickymoe.errors import ConfigError, unknown
+from stickymoe.errors import ConfigError, require, unknown
 
 if TYPE_CHECKING:
     from stickymoe.locality.serving import Loops
 
 NEVER = np.iinfo(np.int64).max  # a next use that never comes, and the score of a slot that must stay
 Knowledge = Literal["rank", "next_use"]
+OnMiss = Literal["load", "bypass"]
 
 
 # The state of a cache is one array of whole numbers [rows, entries + 1]. Passing one array to compiled code is free;
@@ -57,16 +58,17 @@ USES = 6  # uses since the entry was loaded
 HINT = 7  # what an offline policy knows of each entry
 HELD = 8  # the entry in each slot, −1 if it is free
 SCORE, STAMP = 9, 10  # of each slot; a pinned slot has the score NEVER
-LOADED, INTO, EVICTED = 11, 12, 13  # the loads of the last request: entry, slot, and the entry it replaced or −1
-VAR = 14  # these variables of the cache:
-CAPACITY, SIZE, HITS, LOADS, PREFETCHED, USEFUL, EVICTIONS, HAND, AGE, CLOCK = range(10)
+LOADED, INTO, EVICTED = 11, 12, 13  # the loads of the last request: entry, slot (−1: bypassed), replaced entry or −1
+ASKED = 14  # recent requests of each entry, counted for bypass only
+VAR = 15  # these variables of the cache:
+CAPACITY, SIZE, HITS, LOADS, PREFETCHED, USEFUL, EVICTIONS, BYPASSED, COUNTED, HAND, AGE, CLOCK = range(12)
 
 State = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def new_state(n_entries: int, capacity: int) -> State:
     """An empty cache of `capacity` slots."""
-    state = np.zeros((15, max(n_entries, capacity, CLOCK + 1) + 1), np.int64)
+    state = np.zeros((VAR + 1, max(n_entries, capacity, CLOCK + 1) + 1), np.int64)
     state[VAR, CAPACITY] = capacity
     clear(state)
     return state
@@ -77,10 +79,10 @@ def clear(s: Any) -> None:
     """Empty the cache; the counts of hits, prefetches and evictions are kept: emptying is no eviction."""
     end = s.shape[1] - 1
     s[SLOT] = s[HELD] = -1
-    s[UNUSED] = 0
+    s[UNUSED] = s[ASKED] = 0
     s[NEWER, end] = s[OLDER, end] = end
     s[VAR, HAND] = end
-    s[VAR, SIZE] = s[VAR, AGE] = s[VAR, CLOCK] = 0
+    s[VAR, SIZE] = s[VAR, AGE] = s[VAR, CLOCK] = s[VAR, COUNTED] = 0
 
 
 @njit(cache=True)
@@ -148,7 +150,19 @@ class Policy:
         """How this policy serves requests, compiled on first use."""
         from stickymoe.locality.serving import compile_for
 
-        return compile_for(self)
+        return compile_for(self, bypass=False)
+
+    @cached_property
+    def bypass_loops(self) -> Loops:
+        """The same with bypass. Refused for an offline policy: a bound for it would have to know what to bypass."""
+        if not self.online:
+            raise ConfigError(f"{self.name} admits every load: choose another policy, or on_miss load.")
+        from stickymoe.locality.serving import compile_for
+
+        return compile_for(self, bypass=True)
+
+    def loops_for(self, on_miss: OnMiss) -> Loops:
+        return self.bypass_loops if on_miss == "bypass" else self.loops
 
 
 _POLICIES: dict[str, Policy] = {}
@@ -194,6 +208,10 @@ def find_policy(name: str) -> Policy:
     if name not in _POLICIES:
         raise ConfigError(unknown("policy", name, _POLICIES))
     return _POLICIES[name]
+
+
+def require_on_miss(on_miss: str) -> None:
+    require(on_miss in ("load", "bypass"), "on_miss", on_miss, "load or bypass")
 
 
 def policy_names(*, online: bool | None = None) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from stickymoe.locality import kernels
 from stickymoe.locality import policies as p
 from stickymoe.locality.cache import CacheStats, require_slots
 from stickymoe.locality.policies import Policy, find_policy
-from stickymoe.locality.serving import ASK, PREFETCH
+from stickymoe.locality.serving import ASK, PREFETCH, Loops
 from stickymoe.locality.streams import Access, Rows, Stream, join, streams
 from stickymoe.locality.table import RouteTable, extremes
 
@@ -80,27 +80,28 @@ def replay_stream(stream: Stream, *, policy: str, capacity: SupportsIndex) -> Ca
     found, slots = find_policy(policy), require_slots(capacity)
     if found.knows == "next_use" and stream.access.prefetch is not None:
         raise ConfigError(f"{policy} bounds policies that load on demand: choose another policy, or omit prefetch.")
+    loops = found.loops_for(stream.access.on_miss)
     state = p.new_state(stream.n_entries, min(slots, stream.n_entries))
     if found.knows == "rank":
         state[p.HINT, : stream.n_entries] = _rank(stream)
     if stream.passes is None:
         for rows, future in _rows_with_future(stream, found):
-            found.loops.replay_rows(state, *rows, stream.k, stream.prefetch_size, future)
+            loops.replay_rows(state, *rows, stream.k, stream.prefetch_size, future)
     else:
-        _replay_requests(stream, found, state)
+        _replay_requests(stream, found, loops, state)
     misses = stream.accesses - int(state[p.VAR, p.HITS])
     return CacheStats.of(state, policy=policy, capacity=slots, misses=misses)
 
 
-def _replay_requests(stream: Stream, policy: Policy, state: p.State) -> None:
+def _replay_requests(stream: Stream, policy: Policy, loops: Loops, state: p.State) -> None:
     """Replay requests of any size; for Belady in one piece."""
     if policy.knows != "next_use":
         for block in stream.requests():
-            policy.loops.replay_requests(state, *block, np.empty(0, np.int64))
+            loops.replay_requests(state, *block, np.empty(0, np.int64))
         return
     whole = join(stream.requests())
     future = kernels.next_uses_of_requests(whole.entries, whole.bounds, whole.kind, stream.n_entries)
-    policy.loops.replay_requests(state, *whole, future)
+    loops.replay_requests(state, *whole, future)
 
 
 def _rank(stream: Stream) -> Int64[np.ndarray, " entries"]:
@@ -158,6 +159,10 @@ class Simulation:
         """Evictions of all caches; None if the simulation is a point of a miss curve."""
         counts = [c.evictions for c in self.caches if c.evictions is not None]
         return sum(counts) if len(counts) == len(self.caches) else None
+
+    @property
+    def bypassed(self) -> int:
+        return sum(c.bypassed for c in self.caches)
 
     @property
     def slots(self) -> int:
@@ -229,15 +234,17 @@ def miss_curve(
     """Misses for every capacity up to the number of entries, or for the given ones.
 
     For a stack policy, one pass counts every capacity from k on. Below k, a request is served one expert after another,
-    and a second pass counts the misses. Other policies, prefetch, prompts and batches are replayed at each capacity.
+    and a second pass counts the misses. Other policies, prefetch, bypass, prompts and batches are replayed at each
+    capacity.
     """
-    stack = find_policy(policy).name in STACK_POLICIES
-    found = streams(table, access or Access())
+    access = access or Access()
+    stack = find_policy(policy).name in STACK_POLICIES and access.prefetch is None and access.on_miss == "load"
+    found = streams(table, access)
     entries = max((s.n_entries for s in found), default=0)
     wanted = range(1, entries + 1) if capacities is None else sorted({require_slots(c) for c in capacities})
     curves = []
     for stream in found:
-        if stack and stream.access.prefetch is None and stream.passes is None:
+        if stack and stream.passes is None:
             whole = stack_misses(stream, policy)
             curves.append([int(whole[min(c, stream.n_entries) - 1]) for c in wanted])
         else:

@@ -6,7 +6,13 @@ the policy sees every member from the lightest to the heaviest. A request that i
 expert after another, heaviest first. A union (the experts of several tokens) that is larger than the cache is served
 in groups that fit: first its hits, then the others.
 
-The functions below are templates: `used`, `victim` and `forget` are those of one policy.
+With bypass, a miss need not enter the cache. If the cache is full and the victim was requested more often lately than
+the missing entry, the victim stays, and the entry is used from a scratch slot (admission as in TinyLFU, Einziger et
+al., 2017). Members of a request are counted when it comes, once per request; before a request, if at least `FADE`
+members per slot were counted since the last time, all counts are halved. Prefetches are not counted, and are always
+admitted: whoever prefetches has a better guess than a count.
+
+The functions below are templates: `used`, `victim` and `forget` are those of one policy, and `BYPASS` is a constant.
 """
 
 from __future__ import annotations
@@ -18,7 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from numba import njit
 
 from stickymoe.locality.policies import (
+    ASKED,
+    BYPASSED,
     CAPACITY,
+    COUNTED,
     EVICTED,
     EVICTIONS,
     HELD,
@@ -47,12 +56,20 @@ if TYPE_CHECKING:
     forget: Callable[..., None]
 
 SKIP, ASK, PREFETCH, UNION = 0, 1, 2, 3  # kinds of request
+FADE = 8  # requested entries per slot until counts are halved: more saves more where popularity lasts, and costs more
+BYPASS = False
 
 
-def _load(s: Any, e: int) -> None:
-    """Give a missing entry a slot."""
+def _load(s: Any, e: int, asked: bool) -> None:
+    """Give a missing entry a slot, or bypass the cache."""
+    n = s[VAR, LOADS]
+    s[VAR, LOADS] = n + 1
     if s[VAR, SIZE] == s[VAR, CAPACITY]:
         out = victim(s)
+        if BYPASS and asked and s[ASKED, e] < s[ASKED, out]:
+            s[LOADED, n], s[INTO, n], s[EVICTED, n] = e, -1, -1
+            s[VAR, BYPASSED] += 1
+            return
         slot = s[SLOT, out]
         forget(s, out)
         s[SLOT, out] = -1
@@ -68,9 +85,7 @@ def _load(s: Any, e: int) -> None:
     s[SLOT, e] = slot
     s[SCORE, slot] = NEVER
     s[PINNED, e] = 2
-    n = s[VAR, LOADS]
     s[LOADED, n], s[INTO, n], s[EVICTED, n] = e, slot, out
-    s[VAR, LOADS] = n + 1
 
 
 @njit(inline="always")
@@ -97,12 +112,14 @@ def _serve(s: Any, entries: Any, first: int, last: int, asked: bool) -> None:
         for j in range(first, last):
             e = entries[j]
             if s[SLOT, e] < 0:
-                _load(s, e)
+                _load(s, e, asked)
                 if not asked:
                     s[UNUSED, e] = 1
                     s[VAR, PREFETCHED] += 1
     for j in range(last - 1, first - 1, -1):
         e = entries[j]
+        if BYPASS and s[SLOT, e] < 0:
+            continue
         new = s[PINNED, e] == 2
         s[PINNED, e] = 0
         used(s, e, new)
@@ -112,6 +129,8 @@ def _request(s: Any, kind: int, entries: Any, first: int, last: int) -> None:
     """Serve entries[first:last] as a request of some kind; a large union is put into the order it is served in."""
     C = s[VAR, CAPACITY]
     s[VAR, LOADS] = 0
+    if BYPASS and kind != PREFETCH:
+        _count(s, entries, first, last)
     if kind == PREFETCH:
         _serve(s, entries, first, min(last, first + C), False)
     elif last - first <= C:
@@ -124,6 +143,17 @@ def _request(s: Any, kind: int, entries: Any, first: int, last: int) -> None:
         _serve(s, entries, first, border, True)
         for j in range(border, last, C):
             _serve(s, entries, j, min(j + C, last), True)
+
+
+@njit(cache=True)
+def _count(s: Any, entries: Any, first: int, last: int) -> None:
+    """Count the members of a request, for bypass."""
+    if s[VAR, COUNTED] >= FADE * s[VAR, CAPACITY]:
+        s[ASKED] //= 2
+        s[VAR, COUNTED] = 0
+    for j in range(first, last):
+        s[ASKED, entries[j]] += 1
+    s[VAR, COUNTED] += last - first
 
 
 @njit(cache=True)
@@ -154,7 +184,7 @@ def _replay_rows(s: Any, steps: Any, kind: Any, cold: Any, k: int, p: int, futur
             n = k if kind[i] == ASK else p
             for j in range(n if len(future) else 0):
                 s[HINT, steps[i, j]] = future[i, j]
-            if n == 1 and kind[i] == ASK and s[SLOT, steps[i, 0]] >= 0:  # a short cut: nothing to pin or load
+            if not BYPASS and n == 1 and kind[i] == ASK and s[SLOT, steps[i, 0]] >= 0:  # nothing to pin or load
                 _hit(s, steps[i, 0])
                 used(s, steps[i, 0], False)
             else:
@@ -180,13 +210,13 @@ class Loops(NamedTuple):
     replay_requests: Callable[..., None]
 
 
-def compile_for(policy: Policy) -> Loops:
+def compile_for(policy: Policy, *, bypass: bool) -> Loops:
     """The loops with the functions of a policy in them. Numba keeps them on disk under the policy's own name."""
-    scope = {**globals(), "used": policy.used, "victim": policy.victim, "forget": policy.forget}
+    scope = {**globals(), "used": policy.used, "victim": policy.victim, "forget": policy.forget, "BYPASS": bypass}
     for template in (_load, _serve, _request, _replay_rows, _replay_requests):
         name = template.__name__
         function = FunctionType(template.__code__, scope, name)
-        function.__qualname__ = f"{name}_{policy.name}_{policy.source}"
+        function.__qualname__ = f"{name}_{policy.name}_{policy.source}{'_bypass' * bypass}"
         function.__module__ = template.__module__
         if name == "_serve":  # inlined, so that a replayed request costs no call
             scope[name] = njit(function, inline="always")

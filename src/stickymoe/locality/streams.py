@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int64, Integer, Shaped, UInt
 
 from stickymoe.errors import ConfigError, DataError, require
 from stickymoe.locality.kernels import repeated, write_requests
+from stickymoe.locality.policies import OnMiss, require_on_miss
 from stickymoe.locality.serving import ASK, PREFETCH, SKIP
 from stickymoe.locality.table import BLOCK, RouteTable, blocks, extremes, release, starts_in
 
@@ -69,6 +70,8 @@ class Access:
         layer ("previous"), what the table says a runtime prefetched ("recorded"), or predicted sets [L, B, T, p], in
         which n_experts marks an empty place. "previous" takes the last token of a prompt for the first decoded one,
         and nothing if the token before is padding or of another text. Prompts are not prefetched
+    on_miss: "load" admits every missing expert to the cache; "bypass" uses it from scratch memory if the expert that it
+        would evict was requested more often lately
     """
 
     order: Literal["layer", "decode"] = "layer"
@@ -78,9 +81,11 @@ class Access:
     top1: bool = False
     batch: bool = False
     prefetch: Literal["previous", "recorded"] | Integer[np.ndarray, ...] | None = None
+    on_miss: OnMiss = "load"
 
     def __post_init__(self) -> None:
         require(self.order in ("layer", "decode"), "order", self.order, "layer or decode")
+        require_on_miss(self.on_miss)
         share = self.share_block
         ok = share is None or share == "full" or (isinstance(share, int) and share >= 1)
         require(ok, "share_block", share, "a whole number of layers ≥ 1, or full")

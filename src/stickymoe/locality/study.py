@@ -35,6 +35,8 @@ class Study:
         """One sentence: at the capacity where a better policy would help most, is the policy the problem?"""
         if self.access.prefetch is not None:
             return "Belady bounds policies that load on demand, so it is not shown with prefetch"
+        if self.access.on_miss == "bypass":
+            return "Belady bounds policies that admit every load, so it is not shown with bypass"
         if "belady" not in self.results:
             return "add belady to the policies to see whether the policy or the working set causes the misses"
         online = policy_names(online=True)
@@ -66,6 +68,7 @@ class Study:
                 "top1": access.top1,
                 "batch": access.batch,
                 "prefetch": "predicted" if isinstance(prefetch, np.ndarray) else prefetch,
+                "on_miss": access.on_miss,
                 "allocated": self.allocated,
             },
             "policies": {
@@ -83,6 +86,7 @@ def _as_dict(result: Simulation) -> dict[str, Any]:
         "misses": [c.misses for c in result.caches],
         "loads_per_token": finite(result.loads_per_token),
         "wasted": result.wasted,
+        "bypassed": result.bypassed,
     }
 
 
@@ -101,8 +105,8 @@ def study(
 ) -> Study:
     """Replay a table for every policy and capacity.
 
-    By default: every policy (Belady only without prefetch), and capacities that show the curve. With `allocated`, the
-    slots are divided over the caches by their miss curves, and a capacity is the mean over caches.
+    By default: every policy that the access allows, and capacities that show the curve. With `allocated`, the slots
+    are divided over the caches by their miss curves, and a capacity is the mean over caches.
     """
     access = access or Access()
     caches = streams(table, access)
@@ -118,7 +122,7 @@ def study(
             slots: dict[int, int | list[int]] = {c: allocate(curve, c * len(caches)) for c in sizes}
         else:
             slots = {c: c for c in sizes}
-        if allocated or access.prefetch is not None:
+        if allocated or access.prefetch is not None or access.on_miss == "bypass":
             results[policy] = {
                 c: simulate(table, policy=policy, capacity=each, access=access) for c, each in slots.items()
             }
@@ -129,8 +133,12 @@ def study(
 
 
 def default_policies(access: Access) -> list[str]:
-    """All policies; with prefetch without those that know the next use, which bound policies that load on demand."""
-    return [name for name in policy_names() if access.prefetch is None or find_policy(name).knows != "next_use"]
+    """All policies; with prefetch without those that know the next use, with bypass only those that a device can run.
+
+    The others bound policies that load on demand and admit every load.
+    """
+    names = policy_names(online=True if access.on_miss == "bypass" else None)
+    return [name for name in names if access.prefetch is None or find_policy(name).knows != "next_use"]
 
 
 def default_capacities(stream: Stream) -> list[int]:
