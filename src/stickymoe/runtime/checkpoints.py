@@ -212,9 +212,8 @@ class TransformersCheckpoint(Checkpoint):
             if is_transposed(self._modules[layer], t.name):
                 tensor = tensor.T
             if tuple(tensor.shape) != t.shape:
-                raise DataError(
-                    f"{self._folder}: {name} has experts of {list(tensor.shape)}, expected {list(t.shape)}."
-                )
+                given, expected = list(tensor.shape), list(t.shape)
+                raise DataError(f"{self._folder}: {name} has experts of shape {given}, expected {expected}.")
             tensors.append(tensor.contiguous())
         return tensors
 
@@ -245,13 +244,18 @@ class TransformersCheckpoint(Checkpoint):
         return found
 
     def _require_all_experts(self, first: str, source: _Source) -> None:
-        patterns = 1 if source.converter is None else len(source.converter.source_patterns)
-        for pattern, keys in source.keys.items():
-            n = len(keys) if source.merges else self._entries[keys[0]].shape[0]
-            if n != self.n_experts or len(source.keys) != patterns:
+        """Refuse a conversion that lacks a matrix, or some of its experts."""
+        patterns = [] if source.converter is None else source.converter.source_patterns
+        absent = next((pattern for pattern in patterns if pattern not in source.keys), None)
+        counts = {
+            pattern: len(keys) if source.merges else self._entries[keys[0]].shape[0]
+            for pattern, keys in source.keys.items()
+        } | ({} if absent is None else {absent: 0})
+        for pattern, n in counts.items():
+            if n != self.n_experts:
                 raise DataError(
-                    f"{self._folder}: got {n} experts of {pattern!r} for {first!r}, expected {self.n_experts}, and "
-                    f"{patterns} tensors of each; its shards may be incomplete."
+                    f"{self._folder}: got {n} experts of {pattern!r} for {first!r}, expected {self.n_experts}; its "
+                    "shards may be incomplete."
                 )
 
     def _require_dense(self) -> None:
