@@ -152,7 +152,6 @@ def test_a_damaged_dense_part_is_refused(mixtral):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "is quantised already .mxfp4."),
         ({"model_type": "stickymoe"}, "was exported from a run: pass the folder of the run itself"),
         ({"architectures": ["Other"], "model_type": "other"}, "is not a model that this version of transformers has"),
     ],

@@ -151,21 +151,16 @@ def _config_and_class(folder: Path) -> tuple[PreTrainedConfig, Any]:
     content = read_json(file, ConfigError)
     if not isinstance(content, dict):
         raise ConfigError(f"{file} is damaged: expected a mapping.")
-    if content.get("quantization_config") is not None:
-        method = content["quantization_config"]
-        method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-        raise ConfigError(
-            f"{folder} is quantised already ({method}), expected weights in fp32, bf16 or fp16; load it with "
-            "transformers and a quantization_config with dequantize=True, and save it."
-        )
     if content.get("model_type") == "stickymoe":
         raise ConfigError(f"{folder} was exported from a run: pass the folder of the run itself.")
     found = next(filter(None, map(_model_class, content.get("architectures") or [])), None)
     try:
         if found is not None:
-            return found.config_class.from_pretrained(folder), found
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        return config, AutoModelForCausalLM._model_mapping[type(config)]
+            config = found.config_class.from_pretrained(folder)
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            found = AutoModelForCausalLM._model_mapping[type(config)]
+        return config, found
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ConfigError(f"{folder} is not a model that this version of transformers has ({reason(e)}).") from e
 
