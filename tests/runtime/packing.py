@@ -18,7 +18,7 @@ UNSUPPORTED = {
     "llama4": "Llama4TextExperts",
     "longcat_flash": "LongcatFlashExperts",
     "step3p7": "Step3p7Experts",
-    "ernie4_5_vl_moe": "experts for images",
+    "ernie4_5_vl_moe": "for images",
     "doge": "product keys",
     "nllb_moe": "over a capacity",
     "switch_transformers": "over a capacity",
@@ -43,7 +43,7 @@ class FromCheckpoint:
     def __call__(self, layer: int, module: nn.Module, h: Tensor, S: Tensor, w: Tensor) -> Tensor:
         self.widths.add(S.shape[1])
         y = torch.zeros_like(h)
-        for e in S[S < self.checkpoint.n_experts].unique().tolist():
+        for e in S[self.checkpoint.n_experts > S].unique().tolist():
             read = 1 - e if self.swapped and e < 2 else e
             names = [t.name for t in self.checkpoint.spec.tensors]
             tensors = dict(zip(names, self.checkpoint.expert(layer, read), strict=True))

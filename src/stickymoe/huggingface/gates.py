@@ -6,7 +6,7 @@ renamed classes are found too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,18 +95,22 @@ def family_of(model: PreTrainedModel) -> str:
     return _family_of(type(model)) or str(getattr(model.config, "model_type", type(model).__name__))
 
 
-def find_gates(model: PreTrainedModel, *, command: str = "attach") -> list[Gate]:
-    """The gates of a supported model, in the order of its layers; refused by name otherwise, in the command's name."""
+def find_gates(model: PreTrainedModel, *, command: str = "attach", without: Container[str] = ()) -> list[Gate]:
+    """The gates of a supported model, in the order of its layers; refused by name otherwise.
+
+    command: who refuses
+    without: families that the command refuses, too
+    """
     family = family_of(model)
     given = f"{type(model).__name__} (family {family})"
     if family in REFUSED:
-        raise ConfigError(f"{command}: got {given}, which is not supported: {REFUSED[family]}. {_offer()}")
+        raise ConfigError(f"{command}: got {given}, which is not supported: {REFUSED[family]}. {offer(without)}")
     gates = list(_gates(model, family))
     if not gates:
-        raise ConfigError(f"{command}: got {given}, which has no gate and experts. {_offer()}")
+        raise ConfigError(f"{command}: got {given}, which has no gate and experts. {offer(without)}")
     for gate in gates:
         if gate.family not in FAMILIES:
-            raise ConfigError(f"{command}: got {given}, a family that is not known. {_offer()}")
+            raise ConfigError(f"{command}: got {given}, a family that is not known. {offer(without)}")
     return gates
 
 
@@ -142,8 +146,9 @@ def _family_of(cls: type) -> str | None:
     return None
 
 
-def _offer() -> str:
-    return f"Supported families: {', '.join(supported_families())}."
+def offer(without: Container[str] = ()) -> str:
+    """The supported families, as the end of a message."""
+    return f"Supported families: {', '.join(name for name in supported_families() if name not in without)}."
 
 
 def expert_bytes(gates: list[Gate], n_experts: int) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
 """Open a trained model for packing: read its experts one by one, and everything else tensor by tensor.
 
 A run of ours has stacks of experts. A folder of transformers has one tensor per expert and matrix, or stacks, and other
-names than the model: its own conversions are applied, to the tensors of one expert at a time.
+names than the model: its own conversions are applied, to the tensors of one expert at a time. Quantised weights are
+dequantised by them.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -29,10 +31,14 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import Mxfp4Dequantize
+from transformers.quantizers.auto import AutoHfQuantizer
 
+from stickymoe import files
 from stickymoe.errors import ConfigError, DataError, RunError
 from stickymoe.huggingface.gates import Gate
-from stickymoe.reading import read_text, reason
+from stickymoe.reading import read_json, read_text, reason
 from stickymoe.runs.folder import RunFolder
 from stickymoe.runs.settings import read_config
 from stickymoe.runtime.formats import ExpertSpec, TensorSpec
@@ -48,6 +54,7 @@ from stickymoe.runtime.hosts import (
 from stickymoe.runtime.tensors import Entry, entries_of, find_entries, fingerprint
 from stickymoe.training.checkpoint import find_checkpoint
 
+_DEQUANTISED = ("fp8", "mxfp4")  # how DeepSeek-V3 and GPT-OSS are published
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
@@ -183,7 +190,7 @@ class _Source:
             for key, tensor in zip(self.keys[pattern], group, strict=False):
                 converter.add_tensor(name, key, pattern, tensor)  # type: ignore[arg-type]
         converted = converter.convert(name, model=model, config=config)
-        return {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
+        return {key: (value[0] if isinstance(value, list) else value).detach() for key, value in converted.items()}
 
 
 class TransformersCheckpoint(Checkpoint):
@@ -193,6 +200,7 @@ class TransformersCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        quantizer = _quantizer(folder)
         self._model, _ = bare_model(folder)
         gates = expert_gates(self._model)
         self._modules = [gate.experts[0] for gate in gates]
@@ -200,7 +208,7 @@ class TransformersCheckpoint(Checkpoint):
         self.n_layers, self.top_k = len(gates), _top_k(gates[0])
         self.spec, self.n_experts = _common_spec(gates)
         self._entries = find_entries(folder)
-        self._sources = _sources(self._model, self._entries)
+        self._sources = _sources(self._model, self._entries, quantizer)
         self._experts = self._expert_sources()
         self._require_dense()
         self.fingerprint = fingerprint(self._entries, read_text(folder / "config.json", ConfigError))
@@ -215,9 +223,8 @@ class TransformersCheckpoint(Checkpoint):
             if is_transposed(self._modules[layer], t.name):
                 tensor = tensor.T
             if tuple(tensor.shape) != t.shape:
-                raise DataError(
-                    f"{self._folder}: {name} has experts of {list(tensor.shape)}, expected {list(t.shape)}."
-                )
+                given, expected = list(tensor.shape), list(t.shape)
+                raise DataError(f"{self._folder}: {name} has experts of shape {given}, expected {expected}.")
             tensors.append(tensor.contiguous())
         return tensors
 
@@ -234,6 +241,11 @@ class TransformersCheckpoint(Checkpoint):
             weights = file.name.endswith(_WEIGHTS) or file.name.endswith(".index.json")
             if file.is_file() and not weights and not file.name.startswith("."):
                 _copy(file, folder / file.parent.relative_to(self._folder))
+        config = read_json(self._folder / "config.json", ConfigError)
+        if _quantization(config) is not None:  # the weights are dequantised
+            for part in (config, config.get("text_config") or {}):
+                part.pop("quantization_config", None)
+            files.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
     def _expert_sources(self) -> dict[tuple[int, str], tuple[str, str]]:
         """Layer and tensor of an expert → name of its stack in the model, and first name of its conversion."""
@@ -248,13 +260,19 @@ class TransformersCheckpoint(Checkpoint):
         return found
 
     def _require_all_experts(self, first: str, source: _Source) -> None:
-        patterns = 1 if source.converter is None else len(source.converter.source_patterns)
-        for pattern, keys in source.keys.items():
-            n = len(keys) if source.merges else self._entries[keys[0]].shape[0]
-            if n != self.n_experts or len(source.keys) != patterns:
+        """Refuse a conversion that lacks a matrix, or some of its experts."""
+        patterns = [] if source.converter is None else source.converter.source_patterns
+        # Scales may be absent: some layers of a quantised model are not quantised.
+        absent = next((p for p in patterns if p not in source.keys and "_scale" not in p), None)
+        counts = {
+            pattern: len(keys) if source.merges else self._entries[keys[0]].shape[0]
+            for pattern, keys in source.keys.items()
+        } | ({} if absent is None else {absent: 0})
+        for pattern, n in counts.items():
+            if n != self.n_experts:
                 raise DataError(
-                    f"{self._folder}: got {n} experts of {pattern!r} for {first!r}, expected {self.n_experts}, and "
-                    f"{patterns} tensors of each; its shards may be incomplete."
+                    f"{self._folder}: got {n} experts of {pattern!r} for {first!r}, expected {self.n_experts}; its "
+                    "shards may be incomplete."
                 )
 
     def _require_dense(self) -> None:
@@ -297,6 +315,9 @@ class _OneExpert:
     def get_parameter(self, name: str) -> Tensor:
         return self._model.get_parameter(name)[:1]
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
 
 def _keeps_experts_apart(operation: ConversionOps) -> bool:
     """Whether an operation on stacks [N, …] does the same to every expert."""
@@ -306,12 +327,34 @@ def _keeps_experts_apart(operation: ConversionOps) -> bool:
         return operation.dim not in (0, -3)
     if isinstance(operation, Transpose):
         return not {operation.dim0, operation.dim1} & {0, -3}
-    return False
+    return isinstance(operation, Fp8Dequantize | Mxfp4Dequantize)
 
 
-def _sources(model: PreTrainedModel, entries: dict[str, Entry]) -> dict[str, _Source]:
+def _quantization(content: Any) -> dict[str, Any] | None:
+    """The settings of quantised weights in a config, which may lie in the part for text."""
+    if not isinstance(content, dict):
+        return None
+    found = content.get("quantization_config") or _quantization(content.get("text_config"))
+    return found if isinstance(found, dict) else None
+
+
+def _quantizer(folder: Path) -> Any:
+    """What adds dequantisation to the conversions of transformers; None if the weights are not quantised."""
+    settings = _quantization(read_json(folder / "config.json", ConfigError))
+    if settings is None:
+        return None
+    method = settings.get("quant_method")
+    if method not in _DEQUANTISED:
+        raise ConfigError(
+            f"{folder} is quantised by {method}, expected weights in fp32, bf16 or fp16, or quantised by "
+            f"{' or '.join(_DEQUANTISED)}; dequantise it with transformers, and save it."
+        )
+    return AutoHfQuantizer.from_config({**settings, "dequantize": True}, pre_quantized=True)
+
+
+def _sources(model: PreTrainedModel, entries: dict[str, Entry], quantizer: Any) -> dict[str, _Source]:
     """What makes each tensor of the model, as `from_pretrained` decides it; names that it ignores are left out."""
-    conversions = get_model_conversion_mapping(model)
+    conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}

@@ -6,6 +6,7 @@ n tokens, d width, k experts per token. Layers are counted among those that have
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +22,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from stickymoe.errors import ConfigError, DataError, StickyError
-from stickymoe.huggingface.gates import Gate, family_of, find_gates
+from stickymoe.huggingface.gates import Gate, family_of, find_gates, offer
 from stickymoe.reading import read_json, reason
 from stickymoe.runtime.formats import ExpertSpec, TensorSpec
 from stickymoe.runtime.tensors import entries_of
 
 DENSE_FILE = "dense.safetensors"
 _IMPLEMENTATION = "stickymoe"  # our name among the experts functions of transformers
+# Not offered in messages. What is refused is decided by the structure of a model.
+NOT_PACKED = ("dbrx", "ernie4_5_vl_moe", "jetmoe", "llama4", "longcat_flash", "step3p7")
 _SETTINGS = "stickymoe"  # the attribute of an experts module that has what computes it
 
 Compute = Callable[
@@ -41,20 +44,17 @@ Compute = Callable[
 
 def expert_gates(model: PreTrainedModel) -> list[Gate]:
     """The gates of a model whose experts can be computed elsewhere, in the order of its layers; refused otherwise."""
-    gates = find_gates(model, command="pack")
-    family = gates[0].family
-    if any(gate.optional for gate in gates):
-        raise ConfigError(
-            f"pack: got {family}, which has experts for images, too; only experts for text are supported."
-        )
+    gates = find_gates(model, command="pack", without=NOT_PACKED)
     for gate in gates:
-        (experts, *_) = gate.experts
-        if not hasattr(experts, "has_gate"):  # set by transformers' decorator use_experts_implementation
-            raise ConfigError(
-                f"pack: got {family}, whose {type(experts).__name__} computes its experts without the experts "
-                "functions of transformers, so they cannot be replaced. Supported are the families whose experts "
-                "class has the decorator use_experts_implementation, such as Mixtral, OLMoE and Qwen3-MoE."
-            )
+        given = f"{type(model).__name__} (family {gate.family})"
+        experts = gate.experts[0]
+        if gate.optional:
+            reason = "some of its experts are for images"
+        elif not hasattr(experts, "has_gate"):  # set by transformers' decorator use_experts_implementation
+            reason = f"its {type(experts).__name__} does not use the experts functions of transformers"
+        else:
+            continue
+        raise ConfigError(f"pack: got {given}, which is not supported: {reason}. {offer(NOT_PACKED)}")
     return gates
 
 
@@ -151,36 +151,37 @@ def _config_and_class(folder: Path) -> tuple[PreTrainedConfig, Any]:
     content = read_json(file, ConfigError)
     if not isinstance(content, dict):
         raise ConfigError(f"{file} is damaged: expected a mapping.")
-    if content.get("quantization_config") is not None:
-        method = content["quantization_config"]
-        method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-        raise ConfigError(
-            f"{folder} is quantised already ({method}), expected weights in fp32, bf16 or fp16; load it with "
-            "transformers and dequantise=True, and save it."
-        )
     if content.get("model_type") == "stickymoe":
         raise ConfigError(f"{folder} was exported from a run: pass the folder of the run itself.")
-    names = content.get("architectures") or []
-    found = next((getattr(transformers, name) for name in names if hasattr(transformers, str(name))), None)
+    found = next(filter(None, map(_model_class, content.get("architectures") or [])), None)
     try:
         if found is not None:
-            return found.config_class.from_pretrained(folder), found
-        config = AutoConfig.from_pretrained(folder)
-        return config, AutoModelForCausalLM._model_mapping[type(config)]
+            config = found.config_class.from_pretrained(folder)
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            found = AutoModelForCausalLM._model_mapping[type(config)]
+        return config, found
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ConfigError(f"{folder} is not a model that this version of transformers has ({reason(e)}).") from e
+
+
+def _model_class(name: object) -> Any:
+    """The class of transformers with that name, or None."""
+    found = getattr(transformers, str(name), None)
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Register every parameter on the meta device.
 
-    Buffers stay real, because most are constants that no checkpoint has: rotary frequencies, for example.
+    Buffers stay real, because most are constants that no checkpoint has: rotary frequencies, for example. Modules that
+    other threads build are left alone.
     """
-    register = nn.Module.register_parameter
+    register, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
+        if param is not None and not param.is_meta and threading.get_ident() == thread:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 

@@ -27,10 +27,14 @@ _DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -89,6 +93,9 @@ def entries_of(file: Path) -> dict[str, Entry]:
     for name, value in header.items():
         if name == "__metadata__":
             continue
+        kind = value.get("dtype") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in _DTYPES:
+            raise DataError(f"{file}: {name!r} has the type {kind}, expected one of {', '.join(_DTYPES)}.")
         entry = _entry(file, value, first)
         if entry is None or entry.offset + entry.nbytes > size:
             raise DataError(f"{file} is damaged: the header entry of {name!r} does not fit the file.")
