@@ -16,6 +16,8 @@ d width, f width of a feed-forward layer, N experts, k experts per token, M = ga
 from __future__ import annotations
 
 import math
+import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from numba import carray, njit, prange, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
 from stickymoe.routing import kernels as rules
-from stickymoe.runtime.kernels import experts
+from stickymoe.runtime import kernels
 
 # Fields of `table`. A bias follows its matrix.
 (ATTENTION_NORM, QKV, OUT, FFN_NORM, GATE, UP, DOWN, DENSE_WIDTH) = range(8)
@@ -57,7 +59,7 @@ _EPSILON = np.float32(1e-5)  # torch's for layer norms
 _SUMS = {"reassoc", "contract", "nsz"}  # sums in any order, as vector instructions need it
 
 
-@njit(cache=True, nogil=True, fastmath=_SUMS)
+@njit(nogil=True, fastmath=_SUMS)
 def _dot(a: Any, x: Any) -> Any:
     total = np.float32(0.0)
     for i in range(len(x)):
@@ -65,7 +67,7 @@ def _dot(a: Any, x: Any) -> Any:
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _linear(weights: Any, begin: int, x: Any, biased: bool, out: Any) -> None:
     """A·x, plus the bias behind A if there is one."""
     n, m = len(out), len(x)
@@ -78,7 +80,7 @@ def _linear(weights: Any, begin: int, x: Any, biased: bool, out: Any) -> None:
             out[r] += b[r]
 
 
-@njit(cache=True, nogil=True, fastmath=_SUMS)
+@njit(nogil=True, fastmath=_SUMS)
 def _norm(weights: Any, begin: int, x: Any, out: Any) -> None:
     d = len(x)
     total = np.float32(0.0)
@@ -93,7 +95,7 @@ def _norm(weights: Any, begin: int, x: Any, out: Any) -> None:
         out[i] = (x[i] - mean) * scale * weights[begin + i] + weights[begin + d + i]
 
 
-@njit(cache=True, nogil=True, fastmath=_SUMS)
+@njit(nogil=True, fastmath=_SUMS)
 def _attention(q: Any, keys: Any, values: Any, n: int, scores: Any, out: Any) -> None:
     """One head over n tokens; keys and values are [dh, T]."""
     dh = len(q)
@@ -120,7 +122,7 @@ def _attention(q: Any, keys: Any, values: Any, n: int, scores: Any, out: Any) ->
         out[i] = mean / total
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _attend(layer: int, weights: Any, table: Any, work: Any, kv: Any, position: int) -> None:
     """Attention of the token, added to the residual stream; H is the normalised input of the feed-forward layer."""
     heads, dh = kv.shape[2], kv.shape[3]
@@ -143,7 +145,7 @@ def _attend(layer: int, weights: Any, table: Any, work: Any, kv: Any, position: 
     _norm(weights, table[layer, FFN_NORM], x, h)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _dense(weights: Any, up: int, down: int, x: Any, h: Any, hidden: Any, y: Any) -> None:
     """The feed-forward layer of the dense control, with GELU, added to the residual stream."""
     _linear(weights, up, h, True, hidden)
@@ -155,7 +157,7 @@ def _dense(weights: Any, up: int, down: int, x: Any, h: Any, hidden: Any, y: Any
         x[i] += y[i]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _filter(layer: int, table: Any, numbers: Any, work: Any, position: Any) -> None:
     """LOGITS → FILTERED, by the loops that scan whole sequences."""
     n, m = table[layer, EXPERTS], table[layer, EXPERTS] * table[layer, GATES]
@@ -171,10 +173,11 @@ def _filter(layer: int, table: Any, numbers: Any, work: Any, position: Any) -> N
         averages, capacity = state[: 2 * n].reshape(1, 2 * n), table[layer, FILTER_SETTING]
         rules.slot_logits(logits, position, averages, capacity, settings[0], settings[1], out)
     else:
-        out[:] = logits
+        for i in range(n):
+            work[FILTERED, i] = work[LOGITS, i]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _choose(layer: int, table: Any, numbers: Any, work: Any, words: Any, flags: Any, position: Any) -> None:
     """FILTERED → S and W, by the loops that scan whole sequences."""
     n, k = table[layer, EXPERTS], table[layer, TOP_K]
@@ -216,8 +219,8 @@ def _choose(layer: int, table: Any, numbers: Any, work: Any, words: Any, flags: 
     rules.combine(g, chosen, work[W, :k].reshape(1, 1, k))
 
 
-@njit(cache=True, nogil=True)
-def route(layer: int, weights: Any, table: Any, numbers: Any, work: Any, words: Any, flags: Any) -> None:
+@njit(nogil=True)
+def _route(layer: int, weights: Any, table: Any, numbers: Any, work: Any, words: Any, flags: Any) -> None:
     """The gate of a layer on H, and its choice; for a rule that the caller runs, the logits alone."""
     d = table[-1, WIDTH]
     m = table[layer, EXPERTS] * table[layer, GATES]
@@ -239,13 +242,13 @@ def _at(typing_context: Any, address: Any) -> Any:
     return types.CPointer(types.float32)(types.int64), cast  # type: ignore[no-untyped-call]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _row(address: Any, width: Any) -> Any:
     """The row of a table at an address."""
     return carray(_at(address), (width,))  # type: ignore[call-arg]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _mix(x: Any) -> Any:
     """The hash of `lookup`."""
     x = x * np.int64(-4658895280553007687)
@@ -254,7 +257,7 @@ def _mix(x: Any) -> Any:
     return x ^ ((x >> 29) & np.int64(0x7FFFFFFFF))
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int) -> None:
     """The rows of the token and its n-grams, added to the residual stream. Tables stay where they are in memory."""
     fields = table[layer]
@@ -285,7 +288,8 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
     if fields[ROW_UP] >= 0:
         _linear(weights, fields[ROW_UP], row, False, y)
         row = work[ROW, :d]
-        row[:] = y
+        for i in range(d):
+            row[i] = y[i]
     if fields[ROW_GATE] >= 0:
         _linear(weights, fields[ROW_GATE], h, False, y)
         for i in range(d):
@@ -294,60 +298,89 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
         x[i] += row[i]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _add_experts(slots: Any, spec_rows: Any, which: Any, work: Any, d: int) -> None:
     """Σ w·expert(h) of the experts in slots `which`, added to the residual stream; those at −1 are skipped."""
     x, h, w, y = work[X, :d], work[H, :d], work[W, : len(which)], work[Y, :d]
-    if which.min() < 0:
-        used = np.flatnonzero(which >= 0)
-        which, spec_rows, w = which[used], spec_rows[used], w[used]
-    experts(slots, spec_rows, which, h, w, work[HIDDEN], y)
+    used = 0
+    for i in which:
+        used += i >= 0
+    if used < len(which):
+        some_rows, some = np.empty((used, spec_rows.shape[1]), np.int64), np.empty(used, np.int64)
+        used = 0
+        for j in range(len(which)):
+            if which[j] >= 0:
+                some[used], w[used] = which[j], w[j]
+                for field in range(spec_rows.shape[1]):
+                    some_rows[used, field] = spec_rows[j, field]
+                used += 1
+        spec_rows, which, w = some_rows, some, w[:used]
+    kernels.experts(slots, spec_rows, which, h, w, work[HIDDEN], y)
     for i in range(d):
         x[i] += y[i]
 
 
-@njit(cache=True, nogil=True)
-def run(
-    layer: int,
-    slots: Any,
-    spec_rows: Any,
-    which: Any,
-    weights: Any,
-    table: Any,
-    numbers: Any,
-    work: Any,
-    words: Any,
-    flags: Any,
-    kv: Any,
-) -> None:
-    """Add the experts of the layer before, if `which` names some; then run a layer up to its choice of experts.
-
-    Layer 0 begins with the embedding; layer L is the norm before the head.
-    """
-    d = kv.shape[2] * kv.shape[3]
-    x, h = work[X, :d], work[H, :d]
-    position = words[TOKEN, 0]
-    if len(which) > 0:
-        _add_experts(slots, spec_rows, which, work, d)
-    if layer == kv.shape[1]:
-        _norm(weights, table[layer, FINAL_NORM], x, h)
-        return
-    if layer == 0:
-        embedding = table[-1, TOKENS] + d * words[TOKEN, 1]
-        place = table[-1, POSITIONS] + d * position
-        for i in range(d):
-            x[i] = weights[embedding + i] + weights[place + i]
-    _attend(layer, weights, table, work, kv, position)
-    f = table[layer, DENSE_WIDTH]
-    if f > 0:
-        _dense(weights, table[layer, UP], table[layer, DOWN], x, h, work[HIDDEN, :f], work[Y, :d])
-    else:
-        route(layer, weights, table, numbers, work, words, flags)
-    if table[layer, SIDE] == LOOKUP:
-        _look_up(layer, weights, table, work, words, d)
+def _checksum(*modules: Any) -> int:
+    return zlib.crc32(b"".join(Path(module.__file__).read_bytes() for module in modules))
 
 
-@njit(cache=True, nogil=True)
+def _entries(sources: int) -> Any:
+    """The entry points. On disk, numba keys them by this file and by `sources`, the checksum of the files they call."""
+
+    @njit(cache=True, nogil=True)
+    def run(
+        layer: int,
+        slots: Any,
+        spec_rows: Any,
+        which: Any,
+        weights: Any,
+        table: Any,
+        numbers: Any,
+        work: Any,
+        words: Any,
+        flags: Any,
+        kv: Any,
+    ) -> None:
+        """Add the experts of the layer before, if `which` names some; then run a layer up to its choice of experts.
+
+        Layer 0 begins with the embedding; layer L is the norm before the head.
+        """
+        _ = sources  # a function is keyed by what it encloses
+        d = kv.shape[2] * kv.shape[3]
+        x, h = work[X, :d], work[H, :d]
+        position = words[TOKEN, 0]
+        if len(which) > 0:
+            _add_experts(slots, spec_rows, which, work, d)
+        if layer == kv.shape[1]:
+            _norm(weights, table[layer, FINAL_NORM], x, h)
+            return
+        if layer == 0:
+            embedding = table[-1, TOKENS] + d * words[TOKEN, 1]
+            place = table[-1, POSITIONS] + d * position
+            for i in range(d):
+                x[i] = weights[embedding + i] + weights[place + i]
+        _attend(layer, weights, table, work, kv, position)
+        f = table[layer, DENSE_WIDTH]
+        if f > 0:
+            _dense(weights, table[layer, UP], table[layer, DOWN], x, h, work[HIDDEN, :f], work[Y, :d])
+        else:
+            _route(layer, weights, table, numbers, work, words, flags)
+        if table[layer, SIDE] == LOOKUP:
+            _look_up(layer, weights, table, work, words, d)
+
+    @njit(cache=True, nogil=True)
+    def route(layer: int, weights: Any, table: Any, numbers: Any, work: Any, words: Any, flags: Any) -> None:
+        """The choice of a layer alone, for the hidden state H."""
+        _ = sources
+        _route(layer, weights, table, numbers, work, words, flags)
+
+    return run, route
+
+
+run, route = _entries(_checksum(rules, kernels))
+
+
+@njit(nogil=True)
 def _head_rows(embedding: Any, h: Any, first: int, stop: int, out: Any) -> None:
     for r in range(first, stop):
         out[r] = _dot(embedding[r], h)
