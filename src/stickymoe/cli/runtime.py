@@ -195,9 +195,7 @@ def pack_command(argv: list[str]) -> None:
         help="fp32, bf16, int8, int4, or mixed: important experts keep more bits (default: as saved)",
     )
     parser.add_argument("--budget", metavar="BYTES", help="most bytes of all experts, with --experts mixed")
-    parser.add_argument(
-        "--text", type=Path, metavar="PATH", help="text to measure on (default: the embedded corpus)"
-    )
+    parser.add_argument("--text", type=Path, metavar="PATH", help="text to measure on (default: the embedded corpus)")
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="tokens to measure on (default 4096)")
     args = parser.parse_args(argv)
 
@@ -205,7 +203,12 @@ def pack_command(argv: list[str]) -> None:
     from stickymoe.runtime.packing import pack_model
 
     done = pack_model(
-        args.model, args.store, experts=args.experts, budget=args.budget, text=args.text, tokens=args.tokens,
+        args.model,
+        args.store,
+        experts=args.experts,
+        budget=args.budget,
+        text=args.text,
+        tokens=args.tokens,
         progress=_progress,
     )
     store = done.store

@@ -1,8 +1,8 @@
 """`offload`: generate text with experts on disk and a few slots per layer in memory.
 
-    engine = stickymoe.offload("runs/soft", slots=2, policy="lru")
-    out = engine.generate([11, 42], max_new_tokens=64)
-    out.tokens, out.stats.misses, out.table
+engine = stickymoe.offload("runs/soft", slots=2, policy="lru")
+out = engine.generate([11, 42], max_new_tokens=64)
+out.tokens, out.stats.misses, out.table
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ class Host(Protocol):
     """A model whose experts are in slots."""
 
     context: int  # the most tokens of a text; 0 if unlimited
-    dense_bytes: int
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all weights outside the experts."""
 
     def generate(
         self, ids: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]

@@ -122,7 +122,7 @@ class ExpertLayers:
         # The rows of a kernel's specs if all experts have the same precision.
         self._uniform = None
         if self._specs and store.precision != "mixed":
-            self._uniform = np.repeat(self._specs[store.precision][None], contents.top_k, axis=0)
+            self._uniform = np.repeat(self._specs[store.entries[0][0].precision][None], contents.top_k, axis=0)
         by_name = {t.name: t.shape for t in contents.spec.tensors}
         self._hidden = np.empty(by_name["up"][0], np.float32)
         if kernel == "compiled" and contents.spec.activation is None:
@@ -239,7 +239,7 @@ class ExpertLayers:
         self, S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]
     ) -> tuple[Int[Tensor, "n k"], Float[Tensor, "n k"]]:
         """Experts by weight. Those of weight 0 and those that stand for none (index ≥ N) are marked by N."""
-        w = w.masked_fill(S >= self.notes.n_experts, 0)
+        w = w.masked_fill(self.notes.n_experts <= S, 0)
         w, at = w.sort(dim=-1, descending=True, stable=True)
         return S.gather(-1, at).masked_fill(w == 0, self.notes.n_experts).long(), w
 
@@ -268,7 +268,7 @@ class ExpertLayers:
         N = self.notes.n_experts
         pool = self.pool_of(layer)
         # Rows in the order of transformers' own loop, which decides the last bit: by place among the k, then by token.
-        places = {e: (S.t() == e).nonzero(as_tuple=True) for e in S[S < N].unique().tolist()}
+        places = {e: (S.t() == e).nonzero(as_tuple=True) for e in np.unique(S[S < N]).tolist()}
         outputs: dict[int, Tensor] = {}
         for found in pool.bring(list(places), union=True):
             _, token = places[found.expert]

@@ -81,7 +81,7 @@ class RunHost:
         for layer, block in enumerate(self.model.blocks):
             if isinstance(block.ffn, MoE):
                 block.ffn.__dict__.pop("experts", None)  # experts of an earlier layer are not registered
-                block.ffn.experts = SlotExperts(layer, layers)
+                block.ffn.experts = SlotExperts(layer, layers)  # type: ignore[assignment]
         layers.predict = self._predict
 
     @property
@@ -147,8 +147,9 @@ class RunHost:
             self.layers.begin()
         self._now = None if cache is None else (cache, tokens[-1])
         out = self.model(torch.tensor([tokens]), cache=cache)
-        assert out.logits is not None
-        return out.logits[0]
+        logits: Tensor | None = out.logits
+        assert logits is not None
+        return logits[0]
 
     def _predict(self, layer: int, x: Float[Tensor, "1 d"]) -> list[int] | None:
         """What the router of a layer would choose for the hidden state of the layer before; its state stays."""

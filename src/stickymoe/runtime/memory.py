@@ -21,7 +21,7 @@ class Region:
         if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             self._advise(mmap.MADV_HUGEPAGE)
         self.slots: UInt8[np.ndarray, "n bytes"] = np.frombuffer(self._map, np.uint8, size).reshape(n, slot_bytes)
-        self.slots[:, ::mmap.PAGESIZE] = 0
+        self.slots[:, :: mmap.PAGESIZE] = 0
         self._views: list[Any] = [memoryview(self._map)[i * slot_bytes : (i + 1) * slot_bytes] for i in range(n)]
 
     def view(self, slot: int) -> memoryview:

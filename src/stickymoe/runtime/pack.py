@@ -121,7 +121,7 @@ def _write_expert(source: Checkpoint, data: BinaryIO, precision: Precision, pool
     layout = ExpertLayout(source.spec, precision)
     encoded = layout.encode(source.expert(pool, expert))
     entry = Entry(precision, data.tell(), layout.nbytes, checksum(encoded))
-    data.write(encoded)
+    data.write(encoded.data)
     return entry
 
 
@@ -147,4 +147,3 @@ def _keep(data: BinaryIO, entries: list[Entry]) -> None:
     """Cut what follows the whole experts."""
     data.seek(sum(entry.nbytes for entry in entries))
     data.truncate()
-

@@ -33,6 +33,7 @@ from stickymoe.runtime.store import DENSE, Contents, Store
 
 LEVELS: tuple[Precision, ...] = ("int4", "int8", "bf16")  # of mixed precision, fewest bits first
 _ROW = 256  # tokens that are scored at a time
+_KEPT_BYTES = 256 << 20  # experts that are kept in memory while a sample is scored
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ class Cost:
     @property
     def message(self) -> str:
         change = self.after / self.before - 1
-        return f"perplexity on {self.tokens:,} tokens: {self.before:.2f} as saved, {self.after:.2f} packed ({change:+.2%})"
+        return (
+            f"perplexity on {self.tokens:,} tokens: {self.before:.2f} as saved, {self.after:.2f} packed ({change:+.2%})"
+        )
 
 
 @dataclass(frozen=True)
@@ -180,17 +183,29 @@ class StoredExperts:
 
 
 class SourceLayers:
-    """Expert layers that read every expert they need, and keep none: slow, and in bounded memory."""
+    """Expert layers that read every expert they need, and keep few: slow, and in bounded memory."""
 
     def __init__(self, source: Any, dense: Path) -> None:
         self.contents: Contents = getattr(source, "contents", None) or contents_of(source)
         self.dense = dense
         self.predict: Any = None
         self._source = source
+        self._kept: dict[tuple[int, int], list[Tensor]] = {}
+        self._room = _KEPT_BYTES
         self.importance = np.zeros((self.contents.n_pools, self.contents.n_experts))
 
     def begin(self) -> None:
         """A forward pass begins."""
+
+    def _expert(self, pool: int, e: int) -> list[Tensor]:
+        if (pool, e) in self._kept:
+            return self._kept[pool, e]
+        tensors: list[Tensor] = self._source.expert(pool, e)
+        size = sum(t.nbytes for t in tensors)
+        if size <= self._room:
+            self._room -= size
+            self._kept[pool, e] = tensors
+        return tensors
 
     def compute(
         self,
@@ -203,9 +218,11 @@ class SourceLayers:
     ) -> Float[Tensor, "n d"]:
         pool, names = layer // self.contents.layers_per_pool, [t.name for t in self.contents.spec.tensors]
         y = torch.zeros_like(x)
-        for e in S[S < self.contents.n_experts].unique().tolist():
-            token, place = (S == e).nonzero(as_tuple=True)
-            tensors = (t.to(x.dtype) for t in self._source.expert(pool, e))
+        for e in range(self.contents.n_experts):
+            token, place = S.eq(e).nonzero(as_tuple=True)
+            if len(token) == 0:
+                continue
+            tensors = (t.to(x.dtype) for t in self._expert(pool, e))
             out = plain(dict(zip(names, tensors, strict=True)), x[token])
             y.index_add_(0, token, (out * w[token, place, None]).to(y.dtype))
             self.importance[pool, e] += float(w[token, place].sum())

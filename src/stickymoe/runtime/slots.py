@@ -189,7 +189,8 @@ class Pool:
                     del self._slot[expert]
 
     def _data(self, slot: int) -> UInt8[np.ndarray, " bytes"]:
-        return self._of(slot).slots[slot if slot >= 0 else -1 - slot]
+        data: UInt8[np.ndarray, " bytes"] = self._of(slot).slots[slot if slot >= 0 else -1 - slot]
+        return data
 
     def _view(self, slot: int) -> memoryview:
         return self._of(slot).view(slot if slot >= 0 else -1 - slot)

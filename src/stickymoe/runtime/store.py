@@ -1,9 +1,9 @@
 """A packed store: the experts of a model in one file, each contiguous and aligned, so that a miss is one read.
 
-    store.json          sizes, the place and checksum of every expert; written last, so a store is complete or absent
-    experts.bin         the experts, each in the layout that its kernel reads
-    dense.safetensors   everything else
-    …                   the config and tokenizer of the model
+store.json          sizes, the place and checksum of every expert; written last, so a store is complete or absent
+experts.bin         the experts, each in the layout that its kernel reads
+dense.safetensors   everything else
+…                   the config and tokenizer of the model
 """
 
 from __future__ import annotations
