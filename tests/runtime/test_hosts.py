@@ -47,6 +47,7 @@ def test_a_family_computes_the_same_without_its_experts(family, tmp_path):
     original.set_experts_implementation("eager")
     expected = original(**inputs)[0]
     scale = float(expected.abs().max())
+    before = packed.get_experts_implementation()
 
     experts = FromCheckpoint(checkpoint)
     with install(packed, experts) as installed:
@@ -58,6 +59,7 @@ def test_a_family_computes_the_same_without_its_experts(family, tmp_path):
             assert torch.equal(packed.generate(**inputs, **settings), original.generate(**inputs, **settings))
     with install(packed, FromCheckpoint(checkpoint, swapped=True)):
         assert (packed(**inputs)[0] - expected).abs().max() > 1e-3 * scale
+    assert packed.get_experts_implementation() == before
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
