@@ -47,6 +47,7 @@ def test_a_family_computes_the_same_without_its_experts(family, tmp_path):
     original.set_experts_implementation("eager")
     expected = original(**inputs)[0]
     scale = float(expected.abs().max())
+    before = packed.get_experts_implementation()
 
     experts = FromCheckpoint(checkpoint)
     with install(packed, experts) as installed:
@@ -58,12 +59,15 @@ def test_a_family_computes_the_same_without_its_experts(family, tmp_path):
             assert torch.equal(packed.generate(**inputs, **settings), original.generate(**inputs, **settings))
     with install(packed, FromCheckpoint(checkpoint, swapped=True)):
         assert (packed(**inputs)[0] - expected).abs().max() > 1e-3 * scale
+    assert packed.get_experts_implementation() == before
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_a_family_is_built_as_from_pretrained_builds_it(family, tmp_path):
     """In half precision, which shows what stays in fp32. Buffers that are not saved are compared, too."""
-    reference = type(tiny(family)).from_pretrained(saved(family, tmp_path / "saved"), dtype=torch.bfloat16)
+    original = tiny(family)
+    original.save_pretrained(tmp_path / "saved")
+    reference = type(original).from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
     packed = build_without_experts(pack(open_checkpoint(tmp_path / "saved"), tmp_path / "packed"), torch.bfloat16)
     assert not packed.training
     experts = {id(p) for gate in expert_gates(packed) for p in gate.experts[0].parameters(recurse=False)}
@@ -72,6 +76,8 @@ def test_a_family_is_built_as_from_pretrained_builds_it(family, tmp_path):
     for name, expected in [*reference.named_parameters(), *reference.named_buffers()]:
         assert found[name].dtype == expected.dtype, name
         assert id(found[name]) in experts or torch.equal(found[name], expected), name
+    for name, p in original.named_parameters():
+        assert found[name].requires_grad == p.requires_grad, name
     for target, source in reference.all_tied_weights_keys.items():
         assert found[target] is found[source]
 
@@ -116,14 +122,17 @@ def mixtral(tmp_path: Path) -> Path:
     ("change", "message"),
     [
         (lambda t: t.pop("model.norm.weight"), "has no 'model.norm.weight', which MixtralForCausalLM .* needs"),
-        (lambda t: t.update(other=torch.ones(1)), "has 'other', which MixtralForCausalLM .family mixtral. has not"),
+        (
+            lambda t: t.update(other=torch.ones(1)),
+            "has 'other', which is not a part of MixtralForCausalLM .family mixtral. without its experts",
+        ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(3)}),
             "does not fit MixtralForCausalLM .*model.norm.weight",
         ),
         (
             lambda t: t.update({"model.layers.0.mlp.experts.down_proj": torch.ones(8, 32, 16)}),
-            "has 'model.layers.0.mlp.experts.down_proj', which .* outside its experts",
+            "has 'model.layers.0.mlp.experts.down_proj', which is not a part of .* without its experts",
         ),
     ],
     ids=["missing", "surplus", "shape", "an expert"],

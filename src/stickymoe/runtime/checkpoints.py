@@ -187,8 +187,8 @@ class _Source:
             return {name: tensor}
         converter = deepcopy(self.converter)
         for pattern, group in tensors.items():
-            for key, tensor in zip(self.keys[pattern], group, strict=False):
-                converter.add_tensor(name, key, pattern, tensor)  # type: ignore[arg-type]
+            for tensor in group:
+                converter.add_tensor(name, pattern, pattern, tensor)  # type: ignore[arg-type]
         converted = converter.convert(name, model=model, config=config)
         return {key: (value[0] if isinstance(value, list) else value).detach() for key, value in converted.items()}
 
@@ -212,14 +212,15 @@ class TransformersCheckpoint(Checkpoint):
         self._experts = self._expert_sources()
         self._require_dense()
         self.fingerprint = fingerprint(self._entries, read_text(folder / "config.json", ConfigError))
-        self._layer: tuple[str, Tensor] | None = None  # the stack that was converted last
+        self._stacks: tuple[int, dict[str, Tensor]] = -1, {}  # the layer read last, and what was converted of it
 
     def expert(self, layer: int, e: int) -> list[Tensor]:
         self._require_expert(layer, e)
         tensors = []
         for t in self.spec.tensors:
             name, first = self._experts[layer, t.name]
-            tensor = self._one(name, first, e) if self._sources[first].separable else self._stack(name, first)[e]
+            separable = self._sources[first].separable
+            tensor = self._one(name, first, e) if separable else self._stack(layer, name, first)[e]
             if is_transposed(self._modules[layer], t.name):
                 tensor = tensor.T
             if tuple(tensor.shape) != t.shape:
@@ -263,11 +264,13 @@ class TransformersCheckpoint(Checkpoint):
         """Refuse a conversion that lacks a matrix, or some of its experts."""
         patterns = [] if source.converter is None else source.converter.source_patterns
         # Scales may be absent: some layers of a quantised model are not quantised.
-        absent = next((p for p in patterns if p not in source.keys and "_scale" not in p), None)
-        counts = {
-            pattern: len(keys) if source.merges else self._entries[keys[0]].shape[0]
-            for pattern, keys in source.keys.items()
-        } | ({} if absent is None else {absent: 0})
+        counts = {pattern: 0 for pattern in patterns if "_scale" not in pattern}
+        if source.merges:
+            counts |= {pattern: len(keys) for pattern, keys in source.keys.items()}
+        elif source.separable:
+            counts |= {pattern: self._entries[keys[0]].shape[0] for pattern, keys in source.keys.items()}
+        else:
+            return
         for pattern, n in counts.items():
             if n != self.n_experts:
                 raise DataError(
@@ -278,12 +281,11 @@ class TransformersCheckpoint(Checkpoint):
     def _require_dense(self) -> None:
         """Refuse a checkpoint that lacks a tensor, before anything is packed."""
         made = {name for first, source in self._sources.items() for name in source.names(first)}
-        missing = set(self._model.state_dict()) - made
-        ties = self._model.all_tied_weights_keys
-        groups = [{target, source} for target, source in ties.items()]
-        tied = {name for group in groups if group - missing for name in group}
-        tied |= {target for target, source in ties.items() if source in tied}
-        require_complete(self._model, missing - tied, str(self._folder))
+        tied: dict[str, set[str]] = {}  # one of each set is enough
+        for target, source in self._model.all_tied_weights_keys.items():
+            tied.setdefault(source, {source}).add(target)
+        given = made.union(*(names for names in tied.values() if names & made))
+        require_complete(self._model, set(self._model.state_dict()) - given, str(self._folder))
 
     def _one(self, name: str, first: str, e: int) -> Tensor:
         """One expert of a stack, converted alone."""
@@ -294,12 +296,14 @@ class TransformersCheckpoint(Checkpoint):
         }
         return source.convert(first, tensors, _OneExpert(self._model), self._model.config)[name][0]
 
-    def _stack(self, name: str, first: str) -> Tensor:
-        """A whole stack. The last one is kept, because experts are read in order."""
-        if self._layer is None or self._layer[0] != name:
-            self._layer = None
-            self._layer = name, self._whole(first, self._sources[first])[name]
-        return self._layer[1]
+    def _stack(self, layer: int, name: str, first: str) -> Tensor:
+        """A whole stack. Those of one layer are kept, because experts are read in order."""
+        if self._stacks[0] != layer:
+            self._stacks = layer, {}
+        stacks = self._stacks[1]
+        if name not in stacks:
+            stacks |= self._whole(first, self._sources[first])
+        return stacks[name]
 
     def _whole(self, first: str, source: _Source) -> dict[str, Tensor]:
         tensors = {pattern: [self._entries[key].read() for key in keys] for pattern, keys in source.keys.items()}
@@ -324,9 +328,9 @@ def _keeps_experts_apart(operation: ConversionOps) -> bool:
     if isinstance(operation, MergeModulelist):
         return bool(operation.dim == 0)
     if isinstance(operation, Chunk | Concatenate | Interleave):
-        return operation.dim not in (0, -3)
+        return bool(operation.dim >= 1)
     if isinstance(operation, Transpose):
-        return not {operation.dim0, operation.dim1} & {0, -3}
+        return bool(min(operation.dim0, operation.dim1) >= 1)
     return isinstance(operation, Fp8Dequantize | Mxfp4Dequantize)
 
 

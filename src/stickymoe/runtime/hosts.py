@@ -28,9 +28,10 @@ from stickymoe.runtime.formats import ExpertSpec, TensorSpec
 from stickymoe.runtime.tensors import entries_of
 
 DENSE_FILE = "dense.safetensors"
-_IMPLEMENTATION = "stickymoe"  # our name among the experts functions of transformers
 # Not offered in messages. What is refused is decided by the structure of a model.
 NOT_PACKED = ("dbrx", "ernie4_5_vl_moe", "jetmoe", "llama4", "longcat_flash", "step3p7")
+_PACK_AGAIN = "Pack the model again."
+_IMPLEMENTATION = "stickymoe"  # our name among the experts functions of transformers
 _SETTINGS = "stickymoe"  # the attribute of an experts module that has what computes it
 
 Compute = Callable[
@@ -49,12 +50,12 @@ def expert_gates(model: PreTrainedModel) -> list[Gate]:
         given = f"{type(model).__name__} (family {gate.family})"
         experts = gate.experts[0]
         if gate.optional:
-            reason = "some of its experts are for images"
+            why = "some of its experts are for images"
         elif not hasattr(experts, "has_gate"):  # set by transformers' decorator use_experts_implementation
-            reason = f"its {type(experts).__name__} does not use the experts functions of transformers"
+            why = f"its {type(experts).__name__} does not use the experts functions of transformers"
         else:
             continue
-        raise ConfigError(f"pack: got {given}, which is not supported: {reason}. {offer(NOT_PACKED)}")
+        raise ConfigError(f"pack: got {given}, which is not supported: {why}. {offer(NOT_PACKED)}")
     return gates
 
 
@@ -207,6 +208,8 @@ def build_without_experts(
 ) -> PreTrainedModel:
     """The model of a packed folder in eval mode, its experts on the meta device.
 
+    Parameters require gradients, as after `from_pretrained`: torch chooses other convolutions if they do not.
+
     dense: the file of the other weights; by default that of the folder
     dtype: of everything that transformers does not keep in fp32; by default as `from_pretrained` chooses
     """
@@ -217,7 +220,9 @@ def build_without_experts(
     expected, experts = model.state_dict(), expert_keys(model)
     surplus = sorted(name for name in entries if name not in expected or name in experts)
     if surplus:
-        raise DataError(f"{file} has {surplus[0]!r}, which {_named(model)} has not outside its experts. {_PACK_AGAIN}")
+        raise DataError(
+            f"{file} has {surplus[0]!r}, which is not a part of {_named(model)} without its experts. {_PACK_AGAIN}"
+        )
     fp32 = model._get_dtype_plan(dtype)
     tensors = {}
     for name, entry in entries.items():
@@ -230,13 +235,9 @@ def build_without_experts(
         raise DataError(f"{file} does not fit {_named(model)} ({reason(e)}). {_PACK_AGAIN}") from e
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     require_complete(model, missing, str(file))
-    model.requires_grad_(False)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
-
-
-_PACK_AGAIN = "Pack the model again."
 
 
 def require_complete(model: PreTrainedModel, missing: set[str], source: str) -> None:
@@ -269,7 +270,9 @@ class Installed:
         self.modules = [gate.experts[0] for gate in expert_gates(model)]
         taken = next((m for m in self.modules if hasattr(m, _SETTINGS)), None)
         if taken is not None:
-            raise ConfigError(f"install: the experts of this {type(model).__name__} are replaced already: uninstall.")
+            raise ConfigError(
+                f"install: the experts of this {type(model).__name__} are replaced already: uninstall first."
+            )
         self.calls = [0] * len(self.modules)
         self._before = list(self.calls)
         self._implementation = model.get_experts_implementation()
