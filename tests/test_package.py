@@ -46,7 +46,7 @@ def test_importing_the_package_loads_nothing_heavy():
     [
         *([], ["--help"], ["--version"], ["variants"], ["train", "--help"], ["train", "--print_config"], ["nonsense"]),
         *(["simulate", "--help"], ["plan", "--help"], ["device", "--list"], ["trace", "make", "--help"]),
-        *([command, "--help"] for command in ("export", "profile", "reroute", "adapt")),
+        *([command, "--help"] for command in ("export", "profile", "reroute", "adapt", "generate", "pack")),
     ],
     ids=" ".join,
 )
@@ -56,7 +56,7 @@ def test_asking_for_help_loads_nothing_heavy(argv):
 
 
 NEED_TORCH = {"RoutingTrace", "anchor_loss", "balance_loss", "consistency_loss", "objective", "train"}
-NEED_TORCH |= {"StickySFTTrainer", "StickyTrainer", "StickyTrainerMixin", "attach"}
+NEED_TORCH |= {"offload", "StickySFTTrainer", "StickyTrainer", "StickyTrainerMixin", "attach"}
 
 
 @pytest.mark.parametrize("name", sorted(set(PUBLIC) - NEED_TORCH))

@@ -33,6 +33,7 @@ _PUBLIC = {
     "measure": "stickymoe.locality.measure",
     "miss_curve": "stickymoe.locality.replay",
     "objective": "stickymoe.routing.losses",
+    "offload": "stickymoe.runtime.engine",
     "plan": "stickymoe.locality.plan",
     "register": "stickymoe.variants",
     "register_policy": "stickymoe.locality.policies",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from stickymoe.routing.losses import objective as objective
     from stickymoe.routing.trace import RoutingTrace as RoutingTrace
     from stickymoe.runs.config import RunConfig as RunConfig
+    from stickymoe.runtime.engine import offload as offload
     from stickymoe.training.loop import train as train
     from stickymoe.variants import register as register
     from stickymoe.variants import variant as variant

@@ -205,9 +205,11 @@ def _perplexities(traces: Sequence[Trace]) -> list[float]:
 
 
 def device_command(argv: list[str]) -> None:
-    parser = make_parser("device", "Measure this machine, or show a device profile, as YAML that plan reads.")
+    parser = make_parser(
+        "device", "Measure this machine, alone or with a model, or show a device profile, as YAML that plan reads."
+    )
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="an included profile or YAML file to show")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a model to calibrate for, or a profile or YAML file to show")
     parser.add_argument("--list", action="store_true", help="list the included profiles")
     parser.add_argument(
         "--folder", type=Path, default=Path(), metavar="DIR", help="folder on the disk to measure (default: here)"
@@ -215,6 +217,9 @@ def device_command(argv: list[str]) -> None:
     parser.add_argument(
         "--megabytes", type=int, default=256, metavar="N", help="megabytes to read and to compute with (default 256)"
     )
+    parser.add_argument("--slots", type=int, metavar="C", help="calibrate with C slots per layer (default: top-k)")
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="calibrate with N tokens (default 64)")
+    parser.add_argument("--throttle", metavar="BYTES", help="simulate slow memory of BYTES per second, such as 200MB")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile here")
     args = parser.parse_args(argv)
 
@@ -225,7 +230,14 @@ def device_command(argv: list[str]) -> None:
         for name in device_names():
             print(f"{name}  {load_device(name).name}")
         return
-    device = load_device(args.name) if args.name else measure_device(args.folder, megabytes=args.megabytes)
+    if args.name is not None and Path(args.name).is_dir():
+        from stickymoe.runtime.calibrate import calibrate
+
+        device = calibrate(args.name, slots=args.slots, tokens=args.tokens, throttle=args.throttle)
+    elif args.name is not None:
+        device = load_device(args.name)
+    else:
+        device = measure_device(args.folder, megabytes=args.megabytes)
     if args.out is None:
         sys.stdout.write(as_yaml(device))
         return

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from stickymoe.errors import ConfigError, require
 from stickymoe.locality.devices import Device, load_device
@@ -111,6 +113,7 @@ def plan(
 ) -> Plan:
     """Plan for a device, or a profile by its name; `memory` is the device's fast memory by default.
 
+    If the trace has prompts, the plan is about the tokens that are decoded after them.
     The answer is the smallest cache that reaches `tokens_per_s`, or, without a speed, the fastest that fits. Bytes
     default to those of the table. `allocated` divides the slots over the caches by their miss curves. `useful` leaves
     out caches that cannot hold a token's experts.
@@ -126,12 +129,34 @@ def plan(
     sizes = Sizes.of(table, expert_bytes, other_bytes)
     points = {}
     for policy in policies:
-        curve = miss_curve(table, policy=policy, access=access)
+        curve = _of_decoding(table, miss_curve(table, policy=policy, access=access), access)
         points[policy] = cache_points(table, curve, device, sizes, access=access, allocated=allocated)
     if useful:
         least = smallest_useful(table, access)
         points = {policy: line[least - 1 :] for policy, line in points.items()}
     return Plan(device, sizes, budget, points, token_ms(table, device, sizes), _answer(points, budget))
+
+
+def _of_decoding(table: RouteTable, curve: MissCurve, access: Access) -> MissCurve:
+    """The misses of decoded tokens, if the trace has prompts before them: a plan predicts the speed of decoding.
+
+    A prompt misses the same whatever follows it, so its misses are those of the prompts alone. (For an offline policy,
+    which knows what follows, they are nearly the same.)
+    """
+    prompt = table.mask if table.phase is None else table.mask & (table.phase == 0)
+    if table.phase is None or not prompt.any() or prompt.sum() == table.mask.sum():
+        return curve
+    follows = np.diff(table.phase.astype(np.int8), axis=1) < 0  # a prompt after decoded tokens
+    texts = int(table.starts.sum())
+    if (follows & ~table.starts[:, 1:] & table.mask[:, 1:]).any() or (texts > 1 and (access.warm or access.batch)):
+        return curve
+    before = miss_curve(replace(table, mask=prompt), policy=curve.policy, access=access)
+    return replace(
+        curve,
+        misses=np.maximum(curve.misses - before.misses, 0),
+        accesses=curve.accesses - before.accesses,
+        tokens=curve.tokens - before.tokens,
+    )
 
 
 def token_ms(table: RouteTable, device: Device, sizes: Sizes) -> float:

@@ -299,6 +299,16 @@ class Decoder:
         for layer, past in enumerate(cache.layers):
             self._remember(layer, past, self._position + 1)
 
+    def warm_up(self) -> None:
+        """Compile the loops, or load them from the disk, before a text is timed."""
+        self.start()
+        self.begin(0, boundary=False)
+        for layer in range(self.n_layers):
+            if self.step(layer) is not None:
+                self.add(layer, np.zeros(self.config.d_model, np.float32))
+        self.logits()
+        self.start()
+
     def _remember(self, layer: int, past: LayerCache | None, length: int) -> None:
         """Take over the state of a layer after `length` tokens of the document."""
         router, side = (RouterState(), RouterState()) if past is None else (past.router, past.side)

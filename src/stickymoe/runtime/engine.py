@@ -41,6 +41,7 @@ class Stats:
     evictions: experts that left a slot for another one
     prefetched, wasted: experts that were loaded before they were requested, and those of them that no token used
     bypassed: misses that passed through a scratch slot and evicted nobody
+    prompt_misses: misses of the prompt, among the others
     bytes_read: bytes of experts that were read from the store
     stall_s: seconds that the model waited for loads on demand
     late_s: seconds that it waited for prefetches in flight
@@ -56,6 +57,7 @@ class Stats:
     prefetched: int
     wasted: int
     bypassed: int
+    prompt_misses: int
     bytes_read: int
     stall_s: float
     late_s: float
@@ -174,9 +176,9 @@ class Engine:
         sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
         self._require_room(prompt, max_new_tokens)
         self._begin(warm)
-        read_before = 0 if self._readers is None else self._readers.bytes_read
+        read_before = self._bytes_read()
         tokens: list[int] = []
-        interrupted = False
+        interrupted, prompt_misses = False, 0
         start = time.perf_counter()
         first = last = start
         try:
@@ -184,7 +186,8 @@ class Engine:
             for token in self.host.generate(prompt, max_new_tokens, sampling, ends):
                 tokens.append(token)
                 last = time.perf_counter()
-                first = last if len(tokens) == 1 else first
+                if len(tokens) == 1:
+                    first, prompt_misses = last, self._misses()
                 if on_token is not None:
                     on_token(token)
         except KeyboardInterrupt:
@@ -192,7 +195,14 @@ class Engine:
         except BaseException:
             self.close()  # what the slots hold is not known
             raise
-        stats = self._stats(len(prompt), len(tokens), read_before, first - start, last - first)
+        stats = self._stats(
+            prompt_tokens=len(prompt),
+            tokens=len(tokens),
+            prompt_misses=prompt_misses,
+            bytes_read=self._bytes_read() - read_before,
+            prompt_s=first - start,
+            decode_s=last - first,
+        )
         table = self._table(prompt + tokens)
         if interrupted:
             self.close()
@@ -228,17 +238,19 @@ class Engine:
             for pool in self.layers.pools:
                 pool.begin(warm=warm)
 
-    def _stats(self, n_prompt: int, n: int, read_before: int, prompt_s: float, decode_s: float) -> Stats:
+    def _bytes_read(self) -> int:
+        return 0 if self._readers is None else self._readers.bytes_read
+
+    def _misses(self) -> int:
+        return 0 if self.layers is None else sum(pool.counts["misses"] for pool in self.layers.pools)
+
+    def _stats(self, **measured: Any) -> Stats:
         counts = [] if self.layers is None else [pool.counts for pool in self.layers.pools]
         return Stats(
-            prompt_tokens=n_prompt,
-            tokens=n,
+            **measured,
             **{name: sum(c[name] for c in counts) for name in COUNTS},
-            bytes_read=0 if self._readers is None else self._readers.bytes_read - read_before,
             stall_s=self._waits.stall_s,
             late_s=self._waits.late_s,
-            prompt_s=prompt_s,
-            decode_s=decode_s,
             resident_bytes=self.resident_bytes,
         )
 

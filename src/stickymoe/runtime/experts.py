@@ -21,6 +21,7 @@ from torch import Tensor
 from stickymoe.errors import ConfigError
 from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.runtime import kernels
+from stickymoe.runtime.formats import FIELD_D
 from stickymoe.runtime.slots import Pool, Resident
 from stickymoe.runtime.store import Store
 
@@ -125,8 +126,17 @@ class ExpertLayers:
             self._uniform = np.repeat(self._specs[store.entries[0][0].precision][None], contents.top_k, axis=0)
         by_name = {t.name: t.shape for t in contents.spec.tensors}
         self._hidden = np.empty(by_name["up"][0], np.float32)
-        if kernel == "compiled" and contents.spec.activation is None:
-            raise ConfigError(f"--kernel: {contents.name} has experts that only its own code computes; choose torch.")
+        if kernel == "compiled":
+            if contents.spec.activation is None:
+                raise ConfigError(f"kernel: {contents.name} has experts that only its own code computes; choose torch.")
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile the kernel, or load it from the disk, before a text is timed."""
+        layout = self.store.layouts["fp32"]
+        d = layout.spec_array()[FIELD_D]
+        x = np.zeros(d, np.float32)
+        self._expert(np.zeros(layout.nbytes, np.uint8), layout.spec_array(), x, self._hidden, np.empty_like(x))
 
     @property
     def dense(self) -> Path:

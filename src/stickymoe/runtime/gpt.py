@@ -74,6 +74,8 @@ class RunHost:
         self.model.train(False)
         compiled = layers is None or getattr(layers, "kernel", "torch") == "compiled"
         self.decoder = Decoder(self.model, threads=threads) if compiled else None
+        if self.decoder is not None:
+            self.decoder.warm_up()
         self.context = config.model.seq_len
         self.vocab_size = vocab
 
