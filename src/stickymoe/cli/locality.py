@@ -209,7 +209,9 @@ def device_command(argv: list[str]) -> None:
         "device", "Measure this machine, alone or with a model, or show a device profile, as YAML that plan reads."
     )
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a model to calibrate for, or a profile or YAML file to show")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="a model to calibrate for, or a profile or YAML file to show"
+    )
     parser.add_argument("--list", action="store_true", help="list the included profiles")
     parser.add_argument(
         "--folder", type=Path, default=Path(), metavar="DIR", help="folder on the disk to measure (default: here)"

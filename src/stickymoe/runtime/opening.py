@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stickymoe.errors import ConfigError
+from stickymoe.runs.settings import read_config
 from stickymoe.runtime.store import INDEX, Store
 
 if TYPE_CHECKING:
@@ -32,12 +34,12 @@ def open_store(
         if experts is not None and experts != found.precision:
             raise ConfigError(f"experts: got {experts}, but {model} is packed in {found.precision}; omit it.")
         return found
+    if (model / "config.yaml").is_file() and not read_config(file=model / "config.yaml").variant.routes:
+        return None
     from stickymoe.runtime.checkpoints import open_checkpoint
     from stickymoe.runtime.pack import contents_of, default_precision, pack, uniform
 
     source = open_checkpoint(model)
-    if source is None:
-        return None
     precision = experts or default_precision(source)
     folder = store or _cache_folder() / f"{model.resolve().name}-{_digest(str(model.resolve()))}-{precision}"
     if (folder / INDEX).is_file():
@@ -67,8 +69,6 @@ def open_host(folder: Path, layers: ExpertLayers | None, threads: int) -> Host:
 
 def _discard(folder: Path) -> None:
     """Delete an outdated store of the cache folder; its index first, so that what is left is no store."""
-    import shutil
-
     (folder / INDEX).unlink()
     shutil.rmtree(folder)
 
