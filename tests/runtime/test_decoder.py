@@ -27,10 +27,11 @@ SETTINGS = {
     "learned": {"name": "smooth", "learned": True, "decay": 0.7},
     "recommended": dict(RECOMMENDED),
     "siblings with a token gate": {"name": "siblings", "token": True, "hashed": True, "capacity": 3},
+    "siblings that win by far": {"name": "siblings", "capacity": 2, "rho": 0.5, "budget": 1.0},
     "siblings rarely loaded": {"name": "siblings", "capacity": 2, "budget": 0.2, "rho": 0.0},
     "siblings never loaded": {"name": "siblings", "capacity": 2, "budget": 0.0},
     "residents by their average": {"name": "residency", "capacity": 3, "average": 0.6, "rho": 0.01, "pinned": 1},
-    "residents by their logits": {"name": "residency", "capacity": 3, "average": 0.0, "rho": 0.1},
+    "residents by their logits": {"name": "residency", "capacity": 3, "average": 0.0, "rho": 3.0},
     "cheap rent": {"name": "rent", "capacity": 3, "price": 0.2},
     "spans": {"name": "trajectory", "span": 5},
     "short segments": {"name": "segment", "span": 4},
@@ -38,8 +39,7 @@ SETTINGS = {
     "rows of n-grams only": {"name": "lookup", "table_rows": 11, "ngrams_only": True, "ungated": True},
     "combined": {"name": "smooth+hysteresis+lookup", "table_rows": 11},
 }
-COMPILED = [*SETTINGS, *(name for name in variant_names())]
-every_variant = pytest.mark.parametrize("name", COMPILED)
+every_variant = pytest.mark.parametrize("name", [*SETTINGS, *variant_names()])
 
 
 def model_of(name: str, **sizes) -> GPT:
