@@ -1,5 +1,7 @@
 """The decoder gives what the plain model gives: the same experts, weights, logits and text, for every way to route."""
 
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -241,6 +243,17 @@ def test_threads_do_not_change_the_logits():
         assert np.array_equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["vanilla", "lookup", "cache_prior"])
+def test_the_decoder_keeps_no_experts(name):
+    model = model_of(name)
+    decoder, up = Decoder(model), weakref.ref(model.blocks[0].ffn.experts)
+    del model
+    gc.collect()
+    assert up() is None
+    decoder.begin(1)
+    assert decoder.route(0) is not None
+
+
 # Rules and parts that the compiled loops do not know
 
 
@@ -298,7 +311,10 @@ def test_parts_of_a_user_run_as_in_the_model_beside_compiled_ones():
         LayerParts(None, side=Remembering()),
         LayerParts(RoutingRule(2), side=Remembering()),
     ]
-    check(model_of_parts(lambda layer: parts[layer]), 5)
+    model = model_of_parts(lambda layer: parts[layer])
+    check(model, 5)
+    decoder, slots = Decoder(model), Slots(model)
+    assert_decodes(model, DecodeCache.empty(3), 1, lambda token: token_in_slots(decoder, slots, token))
 
 
 def test_a_variant_that_a_user_registers(monkeypatch):
