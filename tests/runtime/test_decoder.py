@@ -1,5 +1,7 @@
 """The decoder gives what the plain model gives: the same experts, weights, logits and text, for every way to route."""
 
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,10 +31,11 @@ SETTINGS = {
     "learned": {"name": "smooth", "learned": True, "decay": 0.7},
     "recommended": dict(RECOMMENDED),
     "siblings with a token gate": {"name": "siblings", "token": True, "hashed": True, "capacity": 3},
+    "siblings that win by far": {"name": "siblings", "capacity": 2, "rho": 0.5, "budget": 1.0},
     "siblings rarely loaded": {"name": "siblings", "capacity": 2, "budget": 0.2, "rho": 0.0},
     "siblings never loaded": {"name": "siblings", "capacity": 2, "budget": 0.0},
     "residents by their average": {"name": "residency", "capacity": 3, "average": 0.6, "rho": 0.01, "pinned": 1},
-    "residents by their logits": {"name": "residency", "capacity": 3, "average": 0.0, "rho": 0.1},
+    "residents by their logits": {"name": "residency", "capacity": 3, "average": 0.0, "rho": 3.0},
     "cheap rent": {"name": "rent", "capacity": 3, "price": 0.2},
     "spans": {"name": "trajectory", "span": 5},
     "short segments": {"name": "segment", "span": 4},
@@ -40,8 +43,7 @@ SETTINGS = {
     "rows of n-grams only": {"name": "lookup", "table_rows": 11, "ngrams_only": True, "ungated": True},
     "combined": {"name": "smooth+hysteresis+lookup", "table_rows": 11},
 }
-COMPILED = [*SETTINGS, *(name for name in variant_names())]
-every_variant = pytest.mark.parametrize("name", COMPILED)
+every_variant = pytest.mark.parametrize("name", [*SETTINGS, *variant_names()])
 
 
 def model_of(name: str, **sizes) -> GPT:
@@ -242,6 +244,17 @@ def test_threads_do_not_change_the_logits():
         assert np.array_equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["vanilla", "lookup", "cache_prior"])
+def test_the_decoder_keeps_no_experts(name):
+    model = model_of(name)
+    decoder, up = Decoder(model), weakref.ref(model.blocks[0].ffn.experts)
+    del model
+    gc.collect()
+    assert up() is None
+    decoder.begin(1)
+    assert decoder.route(0) is not None
+
+
 # Rules and parts that the compiled loops do not know
 
 
@@ -299,7 +312,10 @@ def test_parts_of_a_user_run_as_in_the_model_beside_compiled_ones():
         LayerParts(None, side=Remembering()),
         LayerParts(RoutingRule(2), side=Remembering()),
     ]
-    check(model_of_parts(lambda layer: parts[layer]), 5)
+    model = model_of_parts(lambda layer: parts[layer])
+    check(model, 5)
+    decoder, slots = Decoder(model), Slots(model)
+    assert_decodes(model, DecodeCache.empty(3), 1, lambda token: token_in_slots(decoder, slots, token))
 
 
 def test_a_variant_that_a_user_registers(monkeypatch):

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Int, Shaped, UInt8
 from torch import Tensor
 
-from stickymoe.errors import ConfigError
+from stickymoe.errors import ConfigError, require
 from stickymoe.models.gpt import GPT, Block, DecodeCache, LayerCache
 from stickymoe.models.moe import FeedForward, Router
 from stickymoe.routing.fixed import Hashed, Trajectory
@@ -169,26 +169,30 @@ def _aligned(size: int) -> Float[np.ndarray, " size"]:
 class Decoder:
     """The model for one text, with its dense weights copied to fp32; later training of the model does not reach it.
 
-    The arrays that `route`, `step`, `h` and `logits` return are overwritten by the next call.
+    It keeps no experts, so the model can be dropped after its prompt. The arrays that `route`, `step`,
+    `h` and `logits` return are overwritten by the next call.
     """
 
     def __init__(self, model: GPT, *, threads: int = 1) -> None:
         """`threads` compute the head, which has most of the dense weights; they do not change the result."""
+        require(threads >= 1, "threads", threads, "a whole number ≥ 1")
         c = model.config
         self.config = c
         self.n_layers = c.n_layers
         self._threads = threads
         self._vocab_size = model.token_embedding.num_embeddings
-        self._blocks = [block for block in model.blocks if isinstance(block, Block)]
         self._parts: dict[int, tuple[_Part, _Part]] = {}
         self._rules: dict[int, RoutingRule] = {}  # of the layers that the model's own code routes
         self._sides: dict[int, SidePart] = {}  # the same for side parts
+        self._before: dict[int, int] = {}  # how many earlier tokens a lookup reads
         self._tables: list[Float[np.ndarray, "rows width"]] = []  # compiled loops know only where they lie
         self._router_state: dict[int, RouterState | None] = {}
         self._side_state: dict[int, RouterState | None] = {}
 
         weights = _Weights()
-        rows = [self._layer_fields(layer, block, weights) for layer, block in enumerate(self._blocks)]
+        rows = [
+            self._layer_fields(i, block, weights) for i, block in enumerate(model.blocks) if isinstance(block, Block)
+        ]
         embedding = weights.add(model.token_embedding.weight)
         positions = weights.add(model.position_embedding.weight)
         rows.append([embedding, positions, weights.add(model.final_norm.weight, model.final_norm.bias), c.d_model])
@@ -198,10 +202,8 @@ class Decoder:
         self._weights = weights.array()
         self._embedding = self._weights[embedding : embedding + self._vocab_size * c.d_model].reshape(-1, c.d_model)
         self._allocate()
-        self._arrays = (
-            *(self._weights, self._table, self._numbers),
-            *(self._work, self._words, self._flags, self._kv),
-        )
+        settings = self._weights, self._table, self._numbers
+        self._arrays = *settings, self._work, self._words, self._flags, self._kv
         self._sentences = any(choice.code == k.TRAJECTORY and choice.integers[1] for _, choice in self._parts.values())
         self.start()
 
@@ -221,6 +223,7 @@ class Decoder:
         fields[k.SIDE] = k.NO_SIDE if block.side is None else k.PYTHON
         if type(block.side) is Lookup:
             fields[k.SIDE] = k.LOOKUP
+            self._before[layer] = block.side.longest - 1
             self._lookup_fields(block.side, fields, weights)
         elif block.side is not None:
             self._sides[layer] = block.side
@@ -282,7 +285,8 @@ class Decoder:
                 self._numbers[layer, first : first + len(part.numbers)] = part.numbers
         self._logits = _aligned(self._vocab_size)
         self._h = self._work[k.H, : c.d_model]
-        self._routed = self._words[k.S, : c.top_k], self._work[k.W, : c.top_k]
+        chosen = self._table[:L, k.TOP_K].tolist()  # 0 in dense layers
+        self._routed = [(self._words[k.S, :n], self._work[k.W, :n]) if n else None for n in chosen]
 
     def start(self, cache: DecodeCache | None = None) -> None:
         """Continue the text of a cache of one row, which is not changed; without one, begin a new text."""
@@ -295,9 +299,10 @@ class Decoder:
             return
         if len(cache.position) != 1:
             raise ConfigError(f"cache: got {len(cache.position)} rows, expected one text.")
-        self._position = int(cache.position[0, -1])
+        last = int(cache.position[0, -1])
         for layer, past in enumerate(cache.layers):
-            self._remember(layer, past, self._position + 1)
+            self._remember(layer, past, last + 1)
+        self._position = last
 
     def warm_up(self) -> None:
         """Compile the loops, or load them from the disk, before a text is timed."""
@@ -311,7 +316,7 @@ class Decoder:
 
     def _remember(self, layer: int, past: LayerCache | None, length: int) -> None:
         """Take over the state of a layer after `length` tokens of the document."""
-        router, side = (RouterState(), RouterState()) if past is None else (past.router, past.side)
+        router, side = (None, None) if past is None else (past.router, past.side)
         self._router_state[layer], self._side_state[layer] = router, side
         if past is not None:
             for kind, values in enumerate((past.keys, past.values)):
@@ -328,11 +333,10 @@ class Decoder:
             for state, place in places:
                 if state is not None:
                     name, width = state
-                    place[:width] = router.remembered(name, position, width, place.dtype)[0]
-        lookup = self._blocks[layer].side
-        if type(lookup) is Lookup and lookup.longest > 1:
-            before = lookup.longest - 1
-            recent = side.remembered("recent", position, before, np.int64)[0]
+                    place[:width] = (router or RouterState()).remembered(name, position, width, place.dtype)[0]
+        before = self._before.get(layer, 0)
+        if before:
+            recent = (side or RouterState()).remembered("recent", position, before, np.int64)[0]
             known = min(before, length)
             self._words[k.HISTORY, length - known : length] = recent[before - known :]
 
@@ -375,8 +379,9 @@ class Decoder:
             self._route_in_python(layer)
         if layer in self._sides:
             self._side_in_python(layer)
-        self._waits = self._table[layer, k.DENSE_WIDTH] == 0
-        return self._routed if self._waits else None
+        routed = self._routed[layer]
+        self._waits = routed is not None
+        return routed
 
     def _run(self, layer: int, slots: Any, spec_rows: Any, which: Any) -> None:
         if layer != self._next:
@@ -441,8 +446,9 @@ class Decoder:
         logits = torch.tensor(self._work[k.LOGITS, :M])[None, None]
         routing = self._rules[layer](logits, self._router_input(), self._router_state[layer])
         self._router_state[layer] = routing.state
-        S, w = self._routed
-        S[:], w[:] = routing.S[0, 0].numpy(), routing.w[0, 0].numpy()
+        n = self._rules[layer].top_k
+        self._words[k.S, :n] = routing.S[0, 0].numpy()
+        self._work[k.W, :n] = routing.w[0, 0].numpy()
 
     @torch.no_grad()
     def _side_in_python(self, layer: int) -> None:
