@@ -19,7 +19,7 @@ from stickymoe.errors import ConfigError, DataError, RunError
 from stickymoe.models.gpt import GPT
 from stickymoe.runs.folder import RunFolder
 from stickymoe.runs.settings import read_config
-from stickymoe.runtime import checkpoints
+from stickymoe.runtime import foreign_checkpoints
 from stickymoe.runtime.checkpoints import Checkpoint, open_checkpoint
 from stickymoe.runtime.hosts import build_without_experts, expert_gates, expert_parameters
 from stickymoe.training.build import build_model
@@ -75,7 +75,7 @@ def test_shards_are_read_as_one_file(family, form, tmp_path):
 def test_a_conversion_that_mixes_experts_is_applied_to_whole_stacks(family, tmp_path, monkeypatch):
     model = tiny(family)
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(checkpoints, "_keeps_experts_apart", lambda operation: False)
+    monkeypatch.setattr(foreign_checkpoints, "_keeps_experts_apart", lambda operation: False)
     require_same(open_checkpoint(tmp_path), model)
 
 
@@ -246,7 +246,7 @@ def test_layers_of_different_experts_are_refused(mixtral, monkeypatch):
         spec = real(module)
         return spec if len(seen) < 2 else type(spec)(spec.tensors, "gelu", spec.gated)
 
-    monkeypatch.setattr(checkpoints, "expert_spec", other_after_first)
+    monkeypatch.setattr(foreign_checkpoints, "expert_spec", other_after_first)
     with pytest.raises(ConfigError, match=r"experts of model.layers.1.mlp differ .* from those of model.layers.0.mlp"):
         open_checkpoint(mixtral)
 
