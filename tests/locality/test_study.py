@@ -135,6 +135,7 @@ def test_as_dict_is_json_with_every_number(prefetch):
         "top1": False,
         "batch": False,
         "prefetch": prefetch,
+        "on_miss": "load",
         "allocated": False,
     }
     assert entry["verdict"] == found.verdict

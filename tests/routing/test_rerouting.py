@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import reference
 from stickymoe.errors import StickyError
 from stickymoe.locality.cache import Cache
+from stickymoe.locality.policies import VAR
 from stickymoe.locality.replay import simulate
 from stickymoe.routing.rerouting import CachePrior, DropCold, ExpertCache, MaxRank, TauReroute
 from stickymoe.routing.rules import RouterState, RoutingRule
@@ -68,7 +69,7 @@ def test_a_replay_of_the_trace_finds_the_loads_of_the_rule_s_own_cache(method, p
     cache = Cache(capacity=3, policy=policy)
     for experts in S[0].tolist():
         cache.request(experts)
-    held = state.values["cache"].view(15, -1)[0, :6]
+    held = state.values["cache"].view(VAR + 1, -1)[0, :6]
     assert set(torch.nonzero(held >= 0).flatten().tolist()) == cache.resident
 
 
