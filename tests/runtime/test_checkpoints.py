@@ -238,7 +238,7 @@ def test_a_folder_of_neither_kind_is_refused(tmp_path):
 
 
 def test_layers_of_different_experts_are_refused(mixtral, monkeypatch):
-    real = checkpoints.expert_spec
+    real = foreign_checkpoints.expert_spec
     seen: list[object] = []
 
     def other_after_first(module):
