@@ -8,11 +8,17 @@ out.tokens, out.stats.misses, out.table
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numba
+import torch
+from torch import Tensor
 
 from stickymoe.errors import ConfigError, StoreError, require
 from stickymoe.locality.devices import parse_bytes
@@ -25,9 +31,6 @@ from stickymoe.runtime.readers import IO, Readers, Throttle
 from stickymoe.runtime.sampling import Sampling
 from stickymoe.runtime.slots import COUNTS, SCRATCH_SLOTS, OnMiss, Pool, Waits
 from stickymoe.runtime.store import Store
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Prefetch = Literal["none", "previous", "next_layer"]
 OnToken = Callable[[int], None]
@@ -119,9 +122,16 @@ class Engine:
     """A model that generates inside a byte budget. Use it as a context manager, or call `close`."""
 
     def __init__(
-        self, host: Host, layers: ExpertLayers | None, readers: Readers | None, scratch: Region | None, waits: Waits
+        self,
+        host: Host,
+        layers: ExpertLayers | None,
+        readers: Readers | None,
+        scratch: Region | None,
+        waits: Waits,
+        threads: int,
     ) -> None:
         self.host = host
+        self.threads = threads
         self.layers = layers
         self._readers = readers
         self._scratch = scratch
@@ -183,13 +193,14 @@ class Engine:
         first = last = start
         try:
             ends = self.host.end_ids if stop_ids is None else tuple(stop_ids)
-            for token in self.host.generate(prompt, max_new_tokens, sampling, ends):
-                tokens.append(token)
-                last = time.perf_counter()
-                if len(tokens) == 1:
-                    first, prompt_misses = last, self._misses()
-                if on_token is not None:
-                    on_token(token)
+            with _threads(self.threads):
+                for token in self.host.generate(prompt, max_new_tokens, sampling, ends):
+                    tokens.append(token)
+                    last = time.perf_counter()
+                    if len(tokens) == 1:
+                        first, prompt_misses = last, self._misses()
+                    if on_token is not None:
+                        on_token(token)
         except KeyboardInterrupt:
             interrupted = True
         except BaseException:
@@ -261,6 +272,19 @@ class Engine:
         return self.layers.table(tokens, other_bytes=self.host.dense_bytes, share_block=contents.layers_per_pool)
 
 
+@contextmanager
+def _threads(n: int) -> Iterator[None]:
+    """Compute with n threads in torch and in compiled loops, and as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    if n > 1:
+        numba.set_num_threads(min(n, numba.config.NUMBA_NUM_THREADS))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _as_list(ids: Any) -> list[int]:
     """Token ids from a list, an array or a tensor of one sequence."""
     values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
@@ -305,12 +329,14 @@ def offload(
         require(given in known, key, given, "one of " + ", ".join(str(name) for name in known if name))
     require(find_policy(policy).online, "policy", policy, f"one of {', '.join(policy_names(online=True))}")
     require(threads >= 1, "threads", threads, "a whole number ≥ 1")
+    if threads > 1:  # idle threads of compiled loops must not keep torch's from their cores
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     rate = None if throttle is None else parsed_bytes("throttle", throttle)
     budget = None if memory is None else parsed_bytes("memory", memory)
     opened = open_store(Path(model), experts=experts, store=None if store is None else Path(store), progress=progress)
     waits = Waits()
     if opened is None:  # a model without experts
-        return Engine(open_host(Path(model), None, threads), None, None, None, waits)
+        return Engine(open_host(Path(model), None, threads), None, None, None, waits, threads)
     capacity = _capacity(opened, slots, budget, on_miss)
     readers = Readers(opened, io=io, throttle=None if rate is None else Throttle(rate))
     try:
@@ -321,7 +347,7 @@ def offload(
         ]
         chosen = kernel or ("torch" if opened.contents.spec.activation is None else "compiled")
         layers = ExpertLayers(opened, pools, kernel=chosen, threads=threads, prefetch=prefetch)
-        return Engine(open_host(opened.folder, layers, threads), layers, readers, scratch, waits)
+        return Engine(open_host(opened.folder, layers, threads), layers, readers, scratch, waits, threads)
     except BaseException:
         readers.close()
         raise

@@ -32,7 +32,6 @@ class TransformersHost:
         self.context = int(getattr(text_config, "max_position_embeddings", 0) or 0)
         self.vocab_size = int(text_config.vocab_size)
         layers.predict = self._predict
-        torch.set_num_threads(threads)
 
     @property
     def tokenizer(self) -> Any:

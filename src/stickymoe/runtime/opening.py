@@ -51,7 +51,7 @@ def open_store(
         _discard(folder)
     plan = uniform(source, precision)  # type: ignore[arg-type]
     total = sum(len(pool) for pool in plan)
-    with nullcontext() if progress is None else progress(f"pack {source.name}", total) as advance:
+    with nullcontext() if progress is None else progress(f"pack {source.name} into {folder}", total) as advance:
         return pack(source, folder, plan, progress=advance)
 
 
