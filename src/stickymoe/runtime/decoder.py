@@ -405,7 +405,7 @@ class Decoder:
             self._flags[layer].copy(),
         )
         k.route(layer, *self._arrays[:-1])
-        chosen: list[int] = self._routed[0].tolist()
+        chosen: list[int] = self._words[k.S, : self._table[layer, k.TOP_K]].tolist()
         self._work[[k.W, k.FLOAT_STATE + 2 * layer, k.FLOAT_STATE + 2 * layer + 1]] = kept[0]
         self._words[[k.S, k.KEY, k.INTEGER_STATE + layer]] = kept[1]
         self._flags[layer] = kept[2]
