@@ -22,10 +22,8 @@ from stickymoe.runs.settings import config_from
 from stickymoe.sweeps.grid import configs, load_grid
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("guide", "locality", "huggingface", "runtime")),
-]
+DOCS = ("guide", "locality", "huggingface", "runtime")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS)]
 
 
 def fenced(page: Path, language: str) -> list[str]:
