@@ -50,6 +50,8 @@ def generate_command(argv: list[str]) -> None:
         raise StickyError(f"{args.trace} exists already, expected a new folder. Choose another one.")
     prompt = _prompt(args.prompt)
     with open_engine(args) as engine:
+        if args.trace is not None and engine.layers is None:
+            raise StickyError(f"--trace: {args.model} has no experts; omit --trace.")
         settings = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
         given = {name: value for name, value in settings.items() if value is not None}
         printer = _Printer(engine)
@@ -106,7 +108,11 @@ def open_engine(args: argparse.Namespace) -> Engine:
 def _prompt(given: str | None) -> str:
     if given is None:
         raise StickyError("--prompt is missing: pass a text, or - to read it from standard input.")
-    text = sys.stdin.read() if given == "-" else given
+    try:
+        text = sys.stdin.read() if given == "-" else given
+        text.encode()
+    except UnicodeError as e:
+        raise StickyError("--prompt: expected text in UTF-8.") from e
     if not text:
         raise StickyError("--prompt is empty: expected at least one character.")
     return text

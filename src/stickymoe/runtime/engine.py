@@ -8,19 +8,20 @@ out.tokens, out.stats.misses, out.table
 from __future__ import annotations
 
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numba
 import torch
 from torch import Tensor
 
-from stickymoe.errors import ConfigError, StoreError, require
+from stickymoe.errors import ConfigError, StoreError, require, shown
 from stickymoe.locality.devices import parse_bytes
 from stickymoe.locality.plan import bytes_text
 from stickymoe.locality.policies import find_policy, policy_names
@@ -92,10 +93,12 @@ class Generation:
     interrupted: bool = False
 
 
+@runtime_checkable
 class Host(Protocol):
     """A model whose experts are in slots."""
 
     context: int  # the most tokens of a text; 0 if unlimited
+    vocab_size: int
 
     @property
     def dense_bytes(self) -> int:
@@ -220,7 +223,7 @@ class Engine:
         return Generation(tokens, stats, table, interrupted)
 
     def close(self) -> None:
-        """End the readers and free the slots."""
+        """End the readers. Nothing can be generated any more."""
         self._closed = True
         if self._readers is not None:
             self._readers.close()
@@ -235,6 +238,8 @@ class Engine:
         require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "a whole number ≥ 1")
         if not prompt:
             raise ConfigError("The prompt is empty: expected at least one token.")
+        most = self.host.vocab_size - 1
+        require(max(prompt) <= most, "ids", f"token {max(prompt)}", f"tokens from 0 to {most}")
         context = self.host.context
         if context and len(prompt) + max_new_tokens - 1 > context:
             raise ConfigError(
@@ -287,13 +292,17 @@ def _threads(n: int) -> Iterator[None]:
 
 def _as_list(ids: Any) -> list[int]:
     """Token ids from a list, an array or a tensor of one sequence."""
-    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    if values and isinstance(values[0], list):
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(values, list | tuple) and values and isinstance(values[0], list | tuple):
         require(len(values) == 1, "ids", f"{len(values)} sequences", "one sequence")
         values = values[0]
-    if not all(isinstance(i, int) and i >= 0 for i in values):
-        raise ConfigError("ids: expected a list of token numbers ≥ 0.")
-    return values
+    expected = "a list of token numbers ≥ 0"
+    try:
+        tokens = [operator.index(i) for i in values]
+    except TypeError as e:
+        raise ConfigError(f"ids: got {shown(ids)}, expected {expected}.") from e
+    require(min(tokens, default=0) >= 0, "ids", tokens, expected)
+    return tokens
 
 
 def offload(
@@ -355,7 +364,7 @@ def offload(
 
 def parsed_bytes(key: str, given: str | float) -> float:
     value = parse_bytes(given, key) if isinstance(given, str) else float(given)
-    require(value > 0, key, given, "bytes > 0 such as 64MB")
+    require(0 < value < math.inf, key, given, "bytes > 0 such as 64MB")
     return value
 
 

@@ -194,7 +194,9 @@ class ExpertLayers:
         self.notes.S[-1][layer] = S[None].copy()
         self.notes.w[-1][layer] = w[None].copy()
         self.before_request(layer)
-        if len(asked) > pool.cache.capacity or pool.bypasses:
+        # In a shared pool, a prefetch may evict experts of this layer that the kernel has not computed yet.
+        evicts = self.shared and self.prefetch == "next_layer"
+        if len(asked) > pool.cache.capacity or pool.bypasses or evicts:
             return self._one_by_one(layer, asked, dict(zip(S.tolist(), w.tolist(), strict=True)), h)
         arriving = pool.bring(asked)
         slots = {}
@@ -232,8 +234,9 @@ class ExpertLayers:
             self._prefetch(layer, self._of_last_token(self.notes.S[-2], layer))
 
     def after_request(self, layer: int, x: Float[Tensor, "1 d"]) -> None:
-        """Prefetch what the router of the next layer says about the hidden state of this one."""
-        if self.prefetch == "next_layer" and self.predict is not None and layer + 1 < self.notes.n_layers:
+        """Prefetch what the router of the next layer says about the hidden state of this one; not for a prompt."""
+        decodes = len(self.notes.S) > 1
+        if self.prefetch == "next_layer" and decodes and self.predict is not None and layer + 1 < self.notes.n_layers:
             expected = self.predict(layer + 1, x)
             if expected:
                 self._prefetch(layer + 1, expected)

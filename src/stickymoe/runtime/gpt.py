@@ -102,12 +102,9 @@ class RunHost:
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens))
 
-    @torch.no_grad()
     def generate(
         self, ids: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]
     ) -> Iterator[int]:
-        if max(ids) >= self.vocab_size:
-            raise ConfigError(f"ids: got token {max(ids)}, expected 0 … {self.vocab_size - 1}.")
         choose = sampling.chooser()
         cache = DecodeCache.empty(self.model.config.n_layers)
         logits = self._forward(ids, cache)[-1].numpy()
@@ -140,10 +137,10 @@ class RunHost:
                     decoder.add(layer, placed)
         return decoder.logits(*before)
 
-    @torch.no_grad()
     def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:
         return self._forward(ids, None)
 
+    @torch.no_grad()
     def _forward(self, tokens: list[int], cache: DecodeCache | None) -> Float[Tensor, "T V"]:
         if self.layers is not None:
             self.layers.begin()

@@ -10,7 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stickymoe.errors import ConfigError
+from stickymoe.errors import ConfigError, StoreError
+from stickymoe.runs.folder import RunFolder
 from stickymoe.runs.settings import read_config
 from stickymoe.runtime.store import INDEX, Store
 
@@ -34,7 +35,7 @@ def open_store(
         if experts is not None and experts != found.precision:
             raise ConfigError(f"experts: got {experts}, but {model} is packed in {found.precision}; omit it.")
         return found
-    if (model / "config.yaml").is_file() and not read_config(file=model / "config.yaml").variant.routes:
+    if _is_dense(model):
         return None
     from stickymoe.runtime.checkpoints import open_checkpoint
     from stickymoe.runtime.pack import contents_of, default_precision, pack, uniform
@@ -42,14 +43,19 @@ def open_store(
     source = open_checkpoint(model)
     precision = experts or default_precision(source)
     folder = store or _cache_folder() / f"{model.resolve().name}-{_digest(str(model.resolve()))}-{precision}"
+    plan = uniform(source, precision)  # type: ignore[arg-type]
     if (folder / INDEX).is_file():
-        found = Store.open(folder)
-        if found.contents == contents_of(source) and found.precision == precision:
-            return found
+        try:
+            found = Store.open(folder)
+            if found.contents == contents_of(source) and found.precision == precision:
+                return found
+        except StoreError:
+            if store is not None:
+                raise
         if store is not None:
             raise ConfigError(f"{store} is a store of another model or precision. Choose another folder.")
+    if store is None and folder.exists():
         _discard(folder)
-    plan = uniform(source, precision)  # type: ignore[arg-type]
     total = sum(len(pool) for pool in plan)
     with nullcontext() if progress is None else progress(f"pack {source.name} into {folder}", total) as advance:
         return pack(source, folder, plan, progress=advance)
@@ -67,9 +73,15 @@ def open_host(folder: Path, layers: ExpertLayers | None, threads: int) -> Host:
     return TransformersHost(folder, layers, threads)
 
 
+def _is_dense(model: Path) -> bool:
+    """Whether a folder is a run of the dense control."""
+    config = RunFolder(model).config
+    return config.is_file() and not read_config(file=config).variant.routes
+
+
 def _discard(folder: Path) -> None:
-    """Delete an outdated store of the cache folder; its index first, so that what is left is no store."""
-    (folder / INDEX).unlink()
+    """Delete an outdated or damaged store of the cache folder; its index first, so that what is left is no store."""
+    (folder / INDEX).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 

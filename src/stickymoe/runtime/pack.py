@@ -48,7 +48,7 @@ def default_precision(source: Checkpoint) -> Precision:
 
 def uniform(source: Checkpoint, precision: Precision) -> Plan:
     """The same precision for all experts."""
-    require(precision in PRECISIONS, "experts", precision, f"one of {', '.join(PRECISIONS)}, or mixed")
+    require(precision in PRECISIONS, "experts", precision, f"one of {', '.join(PRECISIONS)}")
     return [[precision] * source.n_experts for _ in range(source.n_layers)]
 
 
@@ -60,14 +60,14 @@ def planned_bytes(source: Checkpoint, plan: Plan) -> int:
 
 def pack(source: Checkpoint, folder: Path, plan: Plan | LatePlan, *, progress: Progress | None = None) -> Store:
     """Write a store to the new folder `folder`; a packing that was interrupted is resumed."""
-    if folder.exists() or folder.is_symlink():
-        raise StoreError(f"{folder} exists already, expected a new folder. Choose another one, or delete it first.")
+    _require_new(folder)
     partial = folder.with_name(f".{folder.name}.packing")
     lock = folder.with_name(f".{folder.name}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock, timeout=0):
-            partial.mkdir(exist_ok=True)
+            _require_new(folder)  # another process may have finished it meanwhile
+            _start_anew_unless(partial, contents_of(source))
             save_file(dict(source.dense()), partial / DENSE)
             source.copy_config(partial)
             chosen = plan(partial) if callable(plan) else plan
@@ -83,6 +83,25 @@ def pack(source: Checkpoint, folder: Path, plan: Plan | LatePlan, *, progress: P
     return Store.open(folder)
 
 
+def _require_new(folder: Path) -> None:
+    if folder.exists() or folder.is_symlink():
+        raise StoreError(f"{folder} exists already, expected a new folder. Choose another one, or delete it first.")
+
+
+def _start_anew_unless(partial: Path, contents: Contents) -> None:
+    """Delete what an earlier packing left, unless it packed the same model: its config must not be mixed with ours."""
+    header = next(_lines(partial / JOURNAL), None)
+    same = isinstance(header, dict) and header.get("contents") == _as_read(asdict(contents))
+    if partial.exists() and not same:
+        shutil.rmtree(partial)
+    partial.mkdir(exist_ok=True)
+
+
+def _as_read(values: Any) -> Any:
+    """Values as they are read back from JSON."""
+    return json.loads(json.dumps(values))
+
+
 def _require_space(source: Checkpoint, plan: Plan, partial: Path) -> None:
     done = (partial / EXPERTS).stat().st_size if (partial / EXPERTS).is_file() else 0
     needed, free = planned_bytes(source, plan) - done, shutil.disk_usage(partial).free
@@ -95,12 +114,11 @@ def _require_space(source: Checkpoint, plan: Plan, partial: Path) -> None:
 
 def _write(source: Checkpoint, partial: Path, plan: Plan, progress: Progress | None) -> None:
     contents = contents_of(source)
-    header = {"schema": SCHEMA, "contents": asdict(contents), "plan": plan}
-    header = json.loads(json.dumps(header))  # as it is read back
+    header = _as_read({"schema": SCHEMA, "contents": asdict(contents), "plan": plan})
     journal, experts = partial / JOURNAL, partial / EXPERTS
     entries = list(_resumable(journal, experts, header))
-    if not entries:
-        journal.write_text(json.dumps(header) + "\n", encoding="utf-8")
+    # Written again, without lines that were cut or are not used.
+    files.write_text(journal, "".join(json.dumps(line) + "\n" for line in (header, *map(_values, entries))))
     with experts.open("r+b" if entries else "wb") as data, journal.open("a", encoding="utf-8") as log:
         _keep(data, entries)
         places = [(pool, e) for pool in range(len(plan)) for e in range(len(plan[pool]))]
@@ -108,7 +126,7 @@ def _write(source: Checkpoint, partial: Path, plan: Plan, progress: Progress | N
             if done >= len(entries):
                 entries.append(_write_expert(source, data, plan[pool][e], pool, e))
                 data.flush()  # the journal must not be ahead of the data
-                log.write(json.dumps(list(asdict(entries[-1]).values())) + "\n")
+                log.write(json.dumps(_values(entries[-1])) + "\n")
                 log.flush()
             if progress is not None:
                 progress(1)
@@ -125,22 +143,36 @@ def _write_expert(source: Checkpoint, data: BinaryIO, precision: Precision, pool
     return entry
 
 
+def _values(entry: Entry) -> list[Any]:
+    return list(asdict(entry).values())
+
+
+def _lines(journal: Path) -> Iterator[Any]:
+    """The values of a journal, up to a line that was cut."""
+    if not journal.is_file():
+        return
+    for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            yield parse_json(line, journal, StoreError)
+        except StoreError:
+            return
+
+
 def _resumable(journal: Path, experts: Path, header: dict[str, Any]) -> Iterator[Entry]:
     """The experts that an earlier packing of the same model and plan wrote whole."""
-    if not journal.is_file() or not experts.is_file():
+    lines = _lines(journal)
+    if next(lines, None) != header or not experts.is_file():
         return
-    lines = journal.read_text(encoding="utf-8", errors="replace").splitlines()
-    try:
-        if not lines or parse_json(lines[0], journal, StoreError) != header:
-            return
-        with experts.open("rb") as data:
-            for line in lines[1:]:
-                entry = Entry(*parse_json(line, journal, StoreError))
-                if checksum(data.read(entry.nbytes)) != entry.checksum:
-                    return
-                yield entry
-    except (StoreError, TypeError, ValueError):  # a line that was cut
-        return
+    with experts.open("rb") as data:
+        for line in lines:
+            try:
+                entry = Entry(*line)
+                whole = checksum(data.read(entry.nbytes)) == entry.checksum
+            except (TypeError, ValueError):  # not a line of ours
+                return
+            if not whole:
+                return
+            yield entry
 
 
 def _keep(data: BinaryIO, entries: list[Entry]) -> None:

@@ -26,7 +26,7 @@ from stickymoe.runs.config import DataConfig
 from stickymoe.runtime.checkpoints import Checkpoint, open_checkpoint
 from stickymoe.runtime.engine import Host, parsed_bytes
 from stickymoe.runtime.experts import Order, Plain
-from stickymoe.runtime.formats import ExpertLayout, Precision
+from stickymoe.runtime.formats import PRECISIONS, ExpertLayout, Precision
 from stickymoe.runtime.opening import Progress, open_host
 from stickymoe.runtime.pack import Plan, contents_of, default_precision, pack, planned_bytes, uniform
 from stickymoe.runtime.store import DENSE, Contents, Store
@@ -77,9 +77,11 @@ def pack_model(
     require(tokens >= 2, "tokens", tokens, "a whole number ≥ 2")
     source = open_checkpoint(model)
     precision = experts or default_precision(source)
+    known = (*PRECISIONS, "mixed")
+    require(precision in known, "experts", precision, f"one of {', '.join(known)}")
+    plan: Any = uniform(source, precision) if precision != "mixed" else None  # type: ignore[arg-type]
     exact = precision in ("fp32", default_precision(source)) and text is None
     sample = None if exact else Sample(source, text, tokens)
-    plan: Any = uniform(source, precision) if precision != "mixed" else None  # type: ignore[arg-type]
     if plan is None:
         assert sample is not None
         limit = parsed_bytes("budget", budget)  # type: ignore[arg-type]
@@ -103,12 +105,14 @@ def mixed(source: Checkpoint, importance: Float[np.ndarray, "pools experts"], bu
     plan: Plan = uniform(source, LEVELS[0])
     left = budget - planned_bytes(source, plan)
     order = np.argsort(-importance, axis=None, kind="stable")
+    n = len(order)
     for level in range(1, len(LEVELS)):
         step = sizes[level] - sizes[level - 1]
-        for at in order[: max(int(left // step), 0)]:
+        n = min(n, int(left // step)) if step > 0 else n  # small experts can take whole pages alike
+        left -= n * step
+        for at in order[:n]:
             pool, e = divmod(int(at), source.n_experts)
             plan[pool][e] = LEVELS[level]
-            left -= step
     return plan
 
 

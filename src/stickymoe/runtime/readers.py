@@ -61,6 +61,8 @@ class Readers:
         self.throttle = throttle
         self.bytes_read = 0
         self.io, self._file = _open(store.folder / EXPERTS, io)
+        self._files = [self._file]
+        self._ended = threading.Event()
         self._changed = threading.Condition()
         self._demands: deque[Ticket] = deque()
         self._prefetches: deque[Ticket] = deque()
@@ -110,12 +112,12 @@ class Readers:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._ended.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        while self._files:
+            os.close(self._files.pop())
 
     def _next(self) -> Ticket | None:
         with self._changed:
@@ -147,11 +149,11 @@ class Readers:
         may_end = 0.0 if self.throttle is None else self.throttle.reserve(entry.nbytes)
         target, at = ticket.target[: entry.nbytes], entry.offset
         while target:
+            file = self._file
             try:
-                n = os.preadv(self._file, [target], at)
+                n = os.preadv(file, [target], at)
             except OSError as e:
-                if e.errno == errno.EINVAL and self.io == "direct":  # the file system takes the flag, but not the read
-                    self._fall_back()
+                if e.errno == errno.EINVAL and self._leaves_direct(file):
                     continue
                 raise
             if n == 0:
@@ -163,14 +165,15 @@ class Readers:
             self.bytes_read += entry.nbytes
         wait = may_end - time.perf_counter()
         if wait > 0:
-            time.sleep(wait)
+            self._ended.wait(wait)
 
-    def _fall_back(self) -> None:
+    def _leaves_direct(self, file: int) -> bool:
+        """Read buffered from now on, if `file` is read directly: some file systems take the flag, but not the read."""
         with self._changed:
             if self.io == "direct":
-                self.io, old = "buffered", self._file
-                _, self._file = _open(self.store.folder / EXPERTS, "buffered")
-                os.close(old)
+                self.io, self._file = _open(self.store.folder / EXPERTS, "buffered")
+                self._files.append(self._file)  # the other thread may still read the first one
+            return file != self._file
 
 
 def _open(path: Path, io: IO) -> tuple[IO, int]:

@@ -43,9 +43,10 @@ class Chooser:
         s = self.sampling
         if not s.do_sample:
             return int(logits.argmax())
-        scaled = logits.astype(np.float64) / s.temperature
-        order = np.argsort(-scaled, kind="stable")[: s.top_k or None]
-        p = np.exp(scaled[order] - scaled[order[0]])
+        order = np.argsort(-logits, kind="stable")[: s.top_k or None]
+        below = logits[order].astype(np.float64) - float(logits[order[0]])
+        with np.errstate(over="ignore"):  # at a very low temperature only the first one is left
+            p = np.exp(below / s.temperature)
         p /= p.sum()
         kept = int(np.searchsorted(p.cumsum(), s.top_p)) + 1
         return int(self._random.choice(order[:kept], p=p[:kept] / p[:kept].sum()))
