@@ -6,16 +6,12 @@ import functools
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloading import RUNS, generate, plain_model, plain_text, require_predicted
-from packing import UNSUPPORTED
 
-from stickymoe.errors import ConfigError, StoreError
 from stickymoe.locality.policies import policy_names
 from stickymoe.runtime.engine import offload
-from tests.huggingface.tiny import FAMILIES, tiny
 
 PROMPT = [72, 101, 108, 108, 111, 44]
 POLICIES = policy_names(online=True)
@@ -60,9 +56,7 @@ def test_the_cache_does_not_change_the_text(policy, on_miss, store_of):
         reference = {n: generate(engine, PROMPT[:n]) for n in (1, 6)}
     for prefetch in PREFETCHES:
         for capacity in range(1, 6):
-            with offload(
-                store_of(), slots=capacity, policy=policy, prefetch=prefetch, on_miss=on_miss
-            ) as engine:
+            with offload(store_of(), slots=capacity, policy=policy, prefetch=prefetch, on_miss=on_miss) as engine:
                 for n, (expected, expected_logits) in reference.items():
                     out, logits = generate(engine, PROMPT[:n])
                     assert out.tokens == expected.tokens

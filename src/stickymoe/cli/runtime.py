@@ -77,7 +77,11 @@ def add_engine_options(parser: Parser) -> None:
     """How experts are held in memory and loaded."""
     parser.add_argument("--slots", type=int, metavar="C", help="slots per layer (default: one for every expert)")
     parser.add_argument("--memory", metavar="BYTES", help="as many slots as fit, such as 64MB")
-    parser.add_argument("--policy", default="lru", help="which expert leaves a full cache (default lru)")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="which expert leaves a full cache (default router if the routers keep experts resident, otherwise lru)",
+    )
     parser.add_argument(
         "--prefetch", default="none", metavar="NAME", help="none, previous or next_layer (default none)"
     )
@@ -155,7 +159,7 @@ def closing_line(engine: Engine, out: Generation) -> str:
         parts.append(f"stalled {s.stall_s + s.late_s:.2f} s of {s.prompt_s + s.decode_s:.2f} s")
     memory = f"{bytes_text(s.resident_bytes)} resident"
     if engine.layers is not None:
-        memory += f" ({engine.slots} slots of {bytes_text(engine.expert_bytes)} per layer)"
+        memory += f" ({engine.slots} slots of {bytes_text(engine.expert_bytes)} per layer, {engine.policy})"
     return " · ".join([*parts, memory])
 
 
@@ -167,6 +171,7 @@ def stats_of(engine: Engine, out: Generation) -> dict[str, Any]:
         "tokens": out.tokens,
         "tokens_per_s": None if math.isnan(speed) else speed,
         "slots": engine.slots,
+        "policy": engine.policy,
         "expert_bytes": engine.expert_bytes,
         "io": engine.io,
         "interrupted": out.interrupted,

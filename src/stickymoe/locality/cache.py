@@ -110,8 +110,9 @@ class CacheStats:
 class Cache:
     """`capacity` slots for experts; `serving` defines how a request is served.
 
-    An offline policy (static, belady) must be given the `requests` to come. With `on_miss` "bypass", a missing expert
-    is not admitted if the victim was requested more often lately.
+    An offline policy (static, belady) must be given the `requests` to come. The policy `router` must be given what the
+    router keeps resident before each request (`set_residents`). With `on_miss` "bypass", a missing expert is not
+    admitted if the victim was requested more often lately.
     """
 
     def __init__(
@@ -131,7 +132,8 @@ class Cache:
         self._misses = 0
         self._in_flight: set[int] = set()
         self._ahead: dict[int, deque[int]] = {}
-        if self.policy.knows is not None:
+        self._kept: dict[int, list[int]] = {}
+        if not self.policy.online:
             if requests is None:
                 raise ConfigError(f"policy: '{policy}' must know the trace: pass requests=…, or choose another policy.")
             self._look_ahead([list(request) for request in requests])
@@ -156,6 +158,26 @@ class Cache:
         """The slot of an expert, None if it is not resident."""
         slot = int(self._state[p.SLOT, expert]) if 0 <= expert < self._state.shape[1] - 1 else -1
         return None if slot < 0 else slot
+
+    def set_residents(self, experts: Sequence[int], *, layer: int = 0) -> None:
+        """What the router of a layer keeps resident from now on. They are loaded when they are requested, not before.
+
+        If several layers share the cache, an expert is kept as long as one of their routers keeps it. Only the policy
+        `router` reads this.
+        """
+        if not self.policy.routed:
+            return
+        before = self._kept.get(layer, [])
+        now = list(experts)
+        if now == before:
+            return
+        if now and min(now) < 0:
+            raise ConfigError(f"residents: got experts {now}, expected indices ≥ 0.")
+        self._grow(max(now, default=0) + 1)
+        for marked, change in ((before, -1), (now, 1)):
+            for e in marked:
+                self._state[p.HINT, e] += change
+        self._kept[layer] = now
 
     def request(self, experts: Sequence[int]) -> Outcome:
         """Ask for the experts of one token, heaviest first."""

@@ -3,7 +3,7 @@
     header.json   {"format": "stickymoe-routes", "version": 1, "n_experts": 4, "arrays": {"S": [4, 945, 256, 2], …}}
     S.npy         uint8 or uint16 [L, B, T, k], experts in order of descending weight
     mask.npy      bool [B, T]
-    doc.npy, weights.npy, phase.npy, tokens.npy, predicted.npy   where known
+    doc.npy, weights.npy, phase.npy, tokens.npy, predicted.npy, residents.npy   where known
 
 The header may contain `expert_bytes` (one number per layer), `other_bytes`, `share_block` and `skips`, see
 `RouteTable`. It is written last: a folder without a header is incomplete.
@@ -28,7 +28,16 @@ from stickymoe.reading import read_json
 
 FORMAT = "stickymoe-routes"
 VERSION = 1
-_KINDS = {"S": "iu", "mask": "b", "doc": "iu", "weights": "f", "phase": "iu", "tokens": "iu", "predicted": "iu"}
+_KINDS = {
+    "S": "iu",
+    "mask": "b",
+    "doc": "iu",
+    "weights": "f",
+    "phase": "iu",
+    "tokens": "iu",
+    "predicted": "iu",
+    "residents": "iu",
+}
 _KIND_NAMES = {"iu": "integers", "b": "bool", "f": "floating-point numbers"}
 _ARRAYS = tuple(_KINDS)
 
@@ -101,7 +110,7 @@ def load_table(folder: Path) -> RouteTable:
         raise DataError(f"{folder / 'S.npy'}: got shape {arrays['S'].shape}, expected [layers, sequences, tokens, k].")
     for name, array in arrays.items():
         expected = arrays["S"].shape if name in ("S", "weights") else arrays["S"].shape[1:3]
-        if name == "predicted":  # any number of experts per token
+        if name in ("predicted", "residents"):  # any number of experts per token
             expected = (*arrays["S"].shape[:3], *(array.shape[3:4] or (1,)))
         if array.shape != expected:
             raise DataError(f"{folder / name}.npy: got shape {array.shape}, expected {expected} as in S.npy.")

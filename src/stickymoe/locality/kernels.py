@@ -34,10 +34,12 @@ def write_requests(
     bounds: Any,
     kind: Any,
     cold: Any,
+    set_of: Any,
 ) -> int:
     """Write the requests of forward passes `begin` … `end`; returns their number, −1 if one repeats an expert.
 
     Passes go through the layers one by one, or text by text through one layer after another (`layer_by_layer`).
+    `set_of` [n, 2], if not empty, gets the layer and the last token of each request, −1 for a prefetch.
     """
     n_layers = len(S)
     seen = np.zeros(n_experts + 1, np.bool_)
@@ -64,6 +66,8 @@ def write_requests(
                     else:
                         bounds[n + 1] = _write_set(S[layer, asked[0] - 1], n_experts, offset[layer], entries, bounds[n])
                     kind[n] = PREFETCH
+                    if len(set_of):
+                        set_of[n] = -1
                     n += 1
                     cold[n] = False
                 if len(asked) == 1:
@@ -72,6 +76,8 @@ def write_requests(
                 else:
                     bounds[n + 1] = _write_union(S[layer], asked, offset[layer], seen, entries, bounds[n])
                     kind[n] = UNION
+                if len(set_of):
+                    set_of[n, 0], set_of[n, 1] = layer, asked[-1]
                 n += 1
                 if bounds[n] < 0 or bounds[n - 1] < 0:
                     return -1

@@ -7,8 +7,9 @@ A policy is a class with up to three static functions, which numba compiles:
     forget(s, e)      entry e leaves the cache (optional)
 
 `s` is the `State` of one cache. A policy keeps either an order (`append`, `unlink`, `oldest`) or a score per slot
-(`lowest`). The class docstring says what is evicted. `knows` names what an offline policy reads from `s[HINT, e]`:
-"rank", the rank of each entry by its uses in the whole trace, or "next_use", the position of its next use.
+(`lowest`). The class docstring says what is evicted. `knows` names what a policy reads from `s[HINT, e]`: "rank", the
+rank of each entry by its uses in the whole trace, or "next_use", the position of its next use, which only an offline
+policy knows; or "residents", how many routers of the cache's layers keep the entry resident, which a device knows too.
 
     @register_policy("mru")
     class MRU:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from stickymoe.locality.serving import Loops
 
 NEVER = np.iinfo(np.int64).max  # a next use that never comes, and the score of a slot that must stay
-Knowledge = Literal["rank", "next_use"]
+Knowledge = Literal["rank", "next_use", "residents"]
 OnMiss = Literal["load", "bypass"]
 
 
@@ -55,7 +56,7 @@ UNUSED = 2  # whether an entry was prefetched and not yet requested
 NEWER, OLDER = 3, 4  # neighbours in a circular list from the newest to the oldest entry, closed by the last column
 MARK = 5  # one bit per entry
 USES = 6  # uses since the entry was loaded
-HINT = 7  # what an offline policy knows of each entry
+HINT = 7  # what a policy knows of each entry beside its uses so far
 HELD = 8  # the entry in each slot, −1 if it is free
 SCORE, STAMP = 9, 10  # of each slot; a pinned slot has the score NEVER
 LOADED, INTO, EVICTED = 11, 12, 13  # the loads of the last request: entry, slot (−1: bypassed), replaced entry or −1
@@ -143,7 +144,12 @@ class Policy:
     @property
     def online(self) -> bool:
         """Whether a device can run it: an offline policy knows the trace, and is a bound."""
-        return self.knows is None
+        return self.knows in (None, "residents")
+
+    @property
+    def routed(self) -> bool:
+        """Whether it needs the resident sets of the model's routers."""
+        return self.knows == "residents"
 
     @cached_property
     def loops(self) -> Loops:
@@ -154,8 +160,11 @@ class Policy:
 
     @cached_property
     def bypass_loops(self) -> Loops:
-        """The same with bypass. Refused for an offline policy: a bound for it would have to know what to bypass."""
-        if not self.online:
+        """The same with bypass. Refused for an offline policy: a bound for it would have to know what to bypass.
+
+        Refused if routers choose the residents: what they keep is admitted.
+        """
+        if self.knows is not None:
             raise ConfigError(f"{self.name} admits every load: choose another policy, or on_miss load.")
         from stickymoe.locality.serving import compile_for
 
@@ -214,9 +223,16 @@ def require_on_miss(on_miss: str) -> None:
     require(on_miss in ("load", "bypass"), "on_miss", on_miss, "load or bypass")
 
 
-def policy_names(*, online: bool | None = None) -> tuple[str, ...]:
-    """All policies, or those that a device can run, or the others."""
-    return tuple(name for name, policy in _POLICIES.items() if online is None or policy.online == online)
+def policy_names(*, online: bool | None = None, routed: bool = False) -> tuple[str, ...]:
+    """All policies, or those that a device can run, or the others.
+
+    Policies that need the resident sets of routers are left out unless `routed`: most models have none.
+    """
+    return tuple(
+        name
+        for name, policy in _POLICIES.items()
+        if (online is None or policy.online == online) and (routed or not policy.routed)
+    )
 
 
 # The policies
@@ -304,6 +320,25 @@ class Sieve:
         if s[VAR, HAND] == e:
             s[VAR, HAND] = s[NEWER, e]
         unlink(s, e)
+
+
+@register_policy("router", knows="residents")
+class Routed(LRU):
+    """Evicts the entry that was used longest ago among those that no router keeps resident; if all are kept, of all."""
+
+    # A cache with a slot for each of the residents R_t of its router, which is asked for experts ⊆ R_t without prefetch,
+    # loads at most |R_1| + Σ |R_t minus R_t−1| experts: the first fill and the router's own swaps. Proof: the missing
+    # expert is in R_t, so a full cache holds an entry outside R_t. The request is inside R_t, so that entry is not
+    # pinned, and the victim is outside R_t. So an expert that was loaded stays as long as the router keeps it: it is
+    # loaded at most once each time that the router makes it resident.
+
+    @staticmethod
+    def victim(s: Any) -> int:
+        end = s.shape[1] - 1
+        e = s[NEWER, end]
+        while e != end and (s[PINNED, e] or s[HINT, e]):
+            e = s[NEWER, e]
+        return e if e != end else oldest(s)  # type: ignore[no-any-return]
 
 
 @register_policy("static", knows="rank")

@@ -13,8 +13,9 @@ from stickymoe.errors import DataError
 from stickymoe.locality.formats import create_table, load_table, save_table
 from stickymoe.locality.table import RouteTable, release
 
-_PADDING = {"mask": False, "doc": -1}  # fills the end of shorter sequences; 0 in other arrays, no expert in predicted
-_BY_LAYER = ("S", "weights", "predicted")
+_PADDING = {"mask": False, "doc": -1}  # fills the end of shorter sequences; 0 in other arrays, no expert in sets
+_SETS = ("predicted", "residents")  # n_experts marks an empty place
+_BY_LAYER = ("S", "weights", *_SETS)
 
 
 class _Layout(NamedTuple):
@@ -24,14 +25,15 @@ class _Layout(NamedTuple):
     n_experts: int
     top_k: int
     n_predicted: int
+    n_residents: int
     arrays: tuple[str, ...]
 
     @classmethod
     def of(cls, table: RouteTable) -> _Layout:
-        names = ("S", "mask", "doc", "weights", "phase", "tokens", "predicted")
+        names = ("S", "mask", "doc", "weights", "phase", "tokens", *_SETS)
         known = tuple(name for name in names if getattr(table, name) is not None)
-        n_predicted = 0 if table.predicted is None else int(table.predicted.shape[3])
-        return cls(table.n_layers, table.n_experts, table.top_k, n_predicted, known)
+        widths = (0 if sets is None else int(sets.shape[3]) for sets in (table.predicted, table.residents))
+        return cls(table.n_layers, table.n_experts, table.top_k, *widths, known)
 
     def require(self, other: _Layout) -> None:
         """Refuse a table of another layout."""
@@ -40,6 +42,7 @@ class _Layout(NamedTuple):
             ("experts", self.n_experts, other.n_experts),
             ("experts per token", self.top_k, other.top_k),
             ("prefetched experts per token", self.n_predicted, other.n_predicted),
+            ("residents of a router", self.n_residents, other.n_residents),
             ("arrays", ", ".join(self.arrays), ", ".join(other.arrays)),
         ):
             if a != b:
@@ -82,7 +85,7 @@ class Recorder:
             dtype = getattr(table, name).dtype
             if name == "doc":  # padding is −1
                 dtype = np.promote_types(dtype, np.int8)
-            if name == "predicted":  # padding is n_experts
+            if name in _SETS:  # padding is n_experts
                 dtype = np.promote_types(dtype, np.min_scalar_type(table.n_experts))
             self._dtypes[name] = np.promote_types(self._dtypes.get(name, dtype), dtype)
 
@@ -131,12 +134,12 @@ class Recorder:
     def _shape(self, name: str, layout: _Layout) -> tuple[int, ...]:
         """The shape of an array of the whole table."""
         at = sum(n for n, _ in self._shapes), max(length for _, length in self._shapes)
-        width = layout.n_predicted if name == "predicted" else layout.top_k
+        width = {"predicted": layout.n_predicted, "residents": layout.n_residents}.get(name, layout.top_k)
         return (layout.n_layers, *at, width) if name in _BY_LAYER else at
 
     def _fill(self, arrays: dict[str, Shaped[np.ndarray, ...]], layout: _Layout) -> None:
         """Copy all parts, one after another."""
-        paddings = _PADDING | {"predicted": layout.n_experts}
+        paddings = _PADDING | dict.fromkeys(_SETS, layout.n_experts)
         row = 0
         for i, (n, length) in enumerate(self._shapes):
             part = self._kept[i] if self.folder is None else load_table(self._part_folder(i))

@@ -15,7 +15,7 @@ from stickymoe.locality import policies as p
 from stickymoe.locality.cache import CacheStats, require_slots
 from stickymoe.locality.policies import Policy, find_policy
 from stickymoe.locality.serving import ASK, PREFETCH, Loops
-from stickymoe.locality.streams import Access, Rows, Stream, join, streams
+from stickymoe.locality.streams import Access, Rows, Stream, join, no_residents, streams
 from stickymoe.locality.table import RouteTable, extremes
 
 # From k slots on, a larger cache of these policies holds all that a smaller one holds: one pass gives a whole curve.
@@ -80,6 +80,8 @@ def replay_stream(stream: Stream, *, policy: str, capacity: SupportsIndex) -> Ca
     found, slots = find_policy(policy), require_slots(capacity)
     if found.knows == "next_use" and stream.access.prefetch is not None:
         raise ConfigError(f"{policy} bounds policies that load on demand: choose another policy, or omit prefetch.")
+    if found.routed and stream.residents is None:
+        raise no_residents()
     loops = found.loops_for(stream.access.on_miss)
     state = p.new_state(stream.n_entries, min(slots, stream.n_entries))
     if found.knows == "rank":
@@ -95,13 +97,19 @@ def replay_stream(stream: Stream, *, policy: str, capacity: SupportsIndex) -> Ca
 
 def _replay_requests(stream: Stream, policy: Policy, loops: Loops, state: p.State) -> None:
     """Replay requests of any size; for Belady in one piece."""
-    if policy.knows != "next_use":
-        for block in stream.requests():
-            loops.replay_requests(state, *block, np.empty(0, np.int64))
+    if policy.knows == "next_use":
+        whole = join(stream.requests())
+        future = kernels.next_uses_of_requests(whole.entries, whole.bounds, whole.kind, stream.n_entries)
+        loops.replay_requests(state, *whole[:4], future)
         return
-    whole = join(stream.requests())
-    future = kernels.next_uses_of_requests(whole.entries, whole.bounds, whole.kind, stream.n_entries)
-    loops.replay_requests(state, *whole, future)
+    sets = stream.residents
+    if policy.routed and sets is not None:
+        kept = np.full((sets.shape[0], sets.shape[2]), stream.n_experts, np.int64)
+        for block in stream.requests():
+            loops.replay_routed(state, *block, sets, stream.offset, stream.n_experts, kept)
+        return
+    for block in stream.requests():
+        loops.replay_requests(state, *block[:4], np.empty(0, np.int64))
 
 
 def _rank(stream: Stream) -> Int64[np.ndarray, " entries"]:
@@ -182,7 +190,7 @@ def simulate(
     table: RouteTable, *, capacity: SupportsIndex | Sequence[int], policy: str = "lru", access: Access | None = None
 ) -> Simulation:
     """Replay a table: `capacity` slots in each cache (see `Access` for which there are), or one number per cache."""
-    found = streams(table, access or Access())
+    found = streams(table, access or Access(), routed=find_policy(policy).routed)
     capacities = [capacity] * len(found) if hasattr(capacity, "__index__") else list(capacity)
     if len(capacities) != len(found):
         raise ConfigError(
@@ -239,7 +247,7 @@ def miss_curve(
     """
     access = access or Access()
     stack = find_policy(policy).name in STACK_POLICIES and access.prefetch is None and access.on_miss == "load"
-    found = streams(table, access)
+    found = streams(table, access, routed=find_policy(policy).routed)
     entries = max((s.n_entries for s in found), default=0)
     wanted = range(1, entries + 1) if capacities is None else sorted({require_slots(c) for c in capacities})
     curves = []

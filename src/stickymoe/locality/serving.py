@@ -12,7 +12,11 @@ al., 2017). Members of a request are counted when it comes, once per request; be
 members per slot were counted since the last time, all counts are halved. Prefetches are not counted, and are always
 admitted: whoever prefetches has a better guess than a count.
 
-The functions below are templates: `used`, `victim` and `forget` are those of one policy, and `BYPASS` is a constant.
+Where routers keep resident sets, and the policy knows them, a union that is larger than the cache is served with the
+experts of these sets last, so that they are in the cache when the prompt ends.
+
+The functions below are templates: `used`, `victim` and `forget` are those of one policy; `BYPASS` and `ROUTED` are
+constants.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from numba import njit
 
 from stickymoe.locality.policies import (
@@ -57,7 +62,7 @@ if TYPE_CHECKING:
 
 SKIP, ASK, PREFETCH, UNION = 0, 1, 2, 3  # kinds of request
 FADE = 8  # requested entries per slot until counts are halved: more saves more where popularity lasts, and costs more
-BYPASS = False
+BYPASS = ROUTED = False
 
 
 def _load(s: Any, e: int, asked: bool) -> None:
@@ -140,6 +145,8 @@ def _request(s: Any, kind: int, entries: Any, first: int, last: int) -> None:
             _serve(s, entries, j, j + 1, True)
     else:
         border = _hits_first(s, entries, first, last)
+        if ROUTED:
+            _kept_last(s, entries, border, last)
         _serve(s, entries, first, border, True)
         for j in range(border, last, C):
             _serve(s, entries, j, min(j + C, last), True)
@@ -168,6 +175,19 @@ def _hits_first(s: Any, entries: Any, first: int, last: int) -> int:
             entries[border] = e
             border += 1
     return border
+
+
+@njit(cache=True)
+def _kept_last(s: Any, entries: Any, first: int, last: int) -> None:
+    """Put the entries that a router keeps last, both parts in their order."""
+    border = first
+    for j in range(first, last):
+        e = entries[j]
+        if not s[HINT, e]:
+            for i in range(j, border, -1):
+                entries[i] = entries[i - 1]
+            entries[border] = e
+            border += 1
 
 
 def _replay_rows(s: Any, steps: Any, kind: Any, cold: Any, k: int, p: int, future: Any) -> None:
@@ -202,18 +222,47 @@ def _replay_requests(s: Any, entries: Any, bounds: Any, kind: Any, cold: Any, fu
             _request(s, kind[i], entries, bounds[i], bounds[i + 1])
 
 
+def _replay_routed(
+    s: Any, entries: Any, bounds: Any, kind: Any, cold: Any, set_of: Any, sets: Any, offset: Any, empty: int, kept: Any
+) -> None:
+    """The same for a policy that knows the resident sets of routers.
+
+    Before request i, the router of layer l has the residents `sets[l, t]`, with (l, t) = `set_of[i]`; −1 if the router
+    has not run since the request before. `empty` marks a place without a resident. `kept` [layers, C] are the residents
+    that are marked, and is updated.
+    """
+    for i in range(len(kind)):
+        if cold[i]:
+            clear(s)
+            s[HINT] = 0
+            kept[:] = empty
+        layer, token = set_of[i, 0], set_of[i, 1]
+        if layer >= 0:
+            for j in range(kept.shape[1]):
+                before, now = kept[layer, j], np.int64(sets[layer, token, j])
+                if before != now:
+                    if before != empty:
+                        s[HINT, before + offset[layer]] -= 1
+                    if now != empty:
+                        s[HINT, now + offset[layer]] += 1
+                    kept[layer, j] = now
+        _request(s, kind[i], entries, bounds[i], bounds[i + 1])
+
+
 class Loops(NamedTuple):
     """The loops of this module, compiled for one policy."""
 
     request: Callable[..., None]
     replay_rows: Callable[..., None]
     replay_requests: Callable[..., None]
+    replay_routed: Callable[..., None]
 
 
 def compile_for(policy: Policy, *, bypass: bool) -> Loops:
     """The loops with the functions of a policy in them. Numba keeps them on disk under the policy's own name."""
-    scope = {**globals(), "used": policy.used, "victim": policy.victim, "forget": policy.forget, "BYPASS": bypass}
-    for template in (_load, _serve, _request, _replay_rows, _replay_requests):
+    own = {"used": policy.used, "victim": policy.victim, "forget": policy.forget}
+    scope: dict[str, Any] = {**globals(), **own, "BYPASS": bypass, "ROUTED": policy.routed}
+    for template in (_load, _serve, _request, _replay_rows, _replay_requests, _replay_routed):
         name = template.__name__
         function = FunctionType(template.__code__, scope, name)
         function.__qualname__ = f"{name}_{policy.name}_{policy.source}{'_bypass' * bypass}"
@@ -222,4 +271,4 @@ def compile_for(policy: Policy, *, bypass: bool) -> Loops:
             scope[name] = njit(function, inline="always")
         else:
             scope[name] = njit(function, cache=bool(policy.source))
-    return Loops(scope["_request"], scope["_replay_rows"], scope["_replay_requests"])
+    return Loops(*(scope[f"_{name}"] for name in Loops._fields))

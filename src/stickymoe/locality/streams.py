@@ -34,17 +34,22 @@ class Rows(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """Requests of any size: request i is entries[bounds[i]:bounds[i + 1]]."""
+    """Requests of any size: request i is entries[bounds[i]:bounds[i + 1]].
+
+    `set_of` are the layer and the token whose resident set the router of the request has, −1 for a prefetch; empty if
+    the stream has no resident sets.
+    """
 
     entries: Int64[np.ndarray, " entries"]
     bounds: Int64[np.ndarray, " borders"]
     kind: UInt[np.ndarray, " n"]
     cold: Bool[np.ndarray, " n"]
+    set_of: Int64[np.ndarray, "n_sets 2"]
 
 
 def join(parts: Iterable[Requests]) -> Requests:
     """Several blocks of requests as one."""
-    entries, bounds, kind, cold = zip(*parts, strict=True)
+    entries, bounds, kind, cold, set_of = zip(*parts, strict=True)
     ends = np.cumsum([0, *(len(part) for part in entries)])
     shifted = [part[:-1] + end for part, end in zip(bounds, ends, strict=False)]
     return Requests(
@@ -52,6 +57,7 @@ def join(parts: Iterable[Requests]) -> Requests:
         np.append(np.concatenate(shifted), ends[-1]),
         np.concatenate(kind),
         np.concatenate(cold),
+        np.concatenate(set_of),
     )
 
 
@@ -124,8 +130,10 @@ class Passes:
     decodes: Bool[np.ndarray, " passes"]
 
 
-def forward_passes(table: RouteTable, access: Access) -> Passes | None:
+def forward_passes(table: RouteTable, access: Access, *, routed: bool = False) -> Passes | None:
     """The forward passes of a table; None if every pass has one token that uses and prefetches all its places.
+
+    With `routed` they are always given, because the resident sets of routers belong to passes.
 
     Consecutive prefill tokens of a text are one pass; every other token is a pass. In a batch, the tokens of a step are
     in the same pass, consecutive steps with only prefill tokens are one pass, and a text begins where all sequences
@@ -134,7 +142,8 @@ def forward_passes(table: RouteTable, access: Access) -> Passes | None:
     """
     real = np.asarray(table.mask)
     prompt = np.zeros_like(real) if table.phase is None else real & (table.phase == 0)
-    if not real.any() or not (access.batch or prompt.any() or table.skips or _has_empty_places(access, table)):
+    several = access.batch or prompt.any() or table.skips or _has_empty_places(access, table)
+    if not real.any() or not (routed or several):
         return None
     token = np.arange(real.size).reshape(real.shape)
     step, text = token, table.starts.reshape(-1).cumsum().reshape(real.shape)
@@ -153,7 +162,10 @@ def forward_passes(table: RouteTable, access: Access) -> Passes | None:
 
 @dataclass(frozen=True)
 class Stream:
-    """The requests to one cache: `S` [layers, tokens, k], where layer i uses entries `offset[i]` + expert."""
+    """The requests to one cache: `S` [layers, tokens, k], where layer i uses entries `offset[i]` + expert.
+
+    `residents` are there for a policy that knows the resident sets of routers.
+    """
 
     S: Integer[np.ndarray, "layers tokens k"]
     n_experts: int
@@ -165,6 +177,7 @@ class Stream:
     access: Access
     predicted: Integer[np.ndarray, "layers tokens p"] | None = None
     passes: Passes | None = None
+    residents: Integer[np.ndarray, "layers tokens C"] | None = None
 
     @property
     def k(self) -> int:
@@ -224,6 +237,7 @@ class Stream:
         bounds = np.zeros(n_layers * n * (1 + prefetches) + 1, np.int64)
         kind = np.empty(len(bounds) - 1, np.uint8)
         cold = np.zeros(len(kind), np.bool_)
+        set_of = np.empty((0 if self.residents is None else len(kind), 2), np.int64)
         no_sets = np.empty((0, 0, 0), self.S.dtype)
         written = write_requests(
             self.S,
@@ -243,11 +257,14 @@ class Stream:
             bounds,
             kind,
             cold,
+            set_of,
         )
         if written < 0:
             raise _twice()
         cold[0] |= first == 0
-        return Requests(entries[: bounds[written]], bounds[: written + 1], kind[:written], cold[:written])
+        return Requests(
+            entries[: bounds[written]], bounds[: written + 1], kind[:written], cold[:written], set_of[:written]
+        )
 
     @property
     def _layer_by_layer(self) -> bool:
@@ -334,13 +351,20 @@ def _interleave(
     return Rows(both.reshape(-1, max(k, p)), kinds.reshape(-1), colds.reshape(-1))
 
 
-def streams(table: RouteTable, access: Access) -> list[Stream]:
-    """One stream per cache."""
+def streams(table: RouteTable, access: Access, *, routed: bool = False) -> list[Stream]:
+    """One stream per cache; with the resident sets of the routers if `routed`."""
+    if routed and table.residents is None:
+        raise no_residents()
+    if routed and access.batch:
+        raise ConfigError(
+            "policy: router is not supported for a batch in lockstep; omit batch or choose another policy."
+        )
     L, _, T, _ = table.S.shape
     share = access.layers_per_tensor(table)
     S = _flat(table.S[..., :1] if access.top1 else table.S)
     predicted = _predicted(access, table)
-    passes = forward_passes(table, access)
+    passes = forward_passes(table, access, routed=routed)
+    residents = _flat(table.residents) if routed and table.residents is not None else None
     layers_per_cache = access.layers_per_cache(table)
     found = []
     for first in range(0, L, max(layers_per_cache, 1)):
@@ -358,9 +382,18 @@ def streams(table: RouteTable, access: Access) -> list[Stream]:
                 access=access,
                 predicted=None if predicted is None else predicted[layers],
                 passes=passes,
+                residents=None if residents is None else residents[layers],
             )
         )
     return found
+
+
+def no_residents() -> ConfigError:
+    """The error of a policy that needs resident sets."""
+    return ConfigError(
+        "policy: got router, but the trace has no resident sets (residents.npy): choose another policy, or record the "
+        "trace of a run whose router keeps some (siblings, residency, rent) with generate."
+    )
 
 
 def _predicted(access: Access, table: RouteTable) -> Integer[np.ndarray, "L tokens p"] | None:

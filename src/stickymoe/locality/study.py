@@ -39,7 +39,7 @@ class Study:
             return "Belady bounds policies that admit every load, so it is not shown with bypass"
         if "belady" not in self.results:
             return "add belady to the policies to see whether the policy or the working set causes the misses"
-        online = policy_names(online=True)
+        online = policy_names(online=True, routed=self.table.residents is not None)
         if not any(policy in online for policy in self.results):
             return f"add a policy that a device can run: {', '.join(online)}"
         single = forward_passes(self.table, self.access) is None  # unions differ between policies with any capacity
@@ -116,7 +116,7 @@ def study(
     else:
         sizes = capacities or (default_capacities(caches[0]) if caches else [])
     results: dict[str, dict[int, Simulation]] = {}
-    for policy in default_policies(access) if policies is None else policies:
+    for policy in default_policies(access, table) if policies is None else policies:
         if allocated:
             curve = miss_curve(table, policy=policy, access=access)
             slots: dict[int, int | list[int]] = {c: allocate(curve, c * len(caches)) for c in sizes}
@@ -132,12 +132,15 @@ def study(
     return Study(table, access, entries, results, allocated)
 
 
-def default_policies(access: Access) -> list[str]:
+def default_policies(access: Access, table: RouteTable | None = None) -> list[str]:
     """All policies; with prefetch without those that know the next use, with bypass only those that a device can run.
 
-    The others bound policies that load on demand and admit every load.
+    The others bound policies that load on demand and admit every load. Policies that need the resident sets of routers
+    are among them if the table has such sets, and the access allows them.
     """
-    names = policy_names(online=True if access.on_miss == "bypass" else None)
+    bypass = access.on_miss == "bypass"
+    routed = table is not None and table.residents is not None and not bypass and not access.batch
+    names = policy_names(online=True if bypass else None, routed=routed)
     return [name for name in names if access.prefetch is None or find_policy(name).knows != "next_use"]
 
 
@@ -205,5 +208,5 @@ def avoidable(rates: dict[str, float]) -> float:
 
 def _best(rates: dict[str, float]) -> str:
     """The policy with the fewest misses that a device can run."""
-    online = policy_names(online=True)
+    online = policy_names(online=True, routed=True)
     return min((policy for policy in rates if policy in online), key=rates.__getitem__)

@@ -1,6 +1,6 @@
 """`RouteTable`: which experts every token chose, without gradient. Metrics, replay and files work on it.
 
-L layers, B sequences, T steps, N experts, k experts per token, p prefetched experts per token.
+L layers, B sequences, T steps, N experts, k experts per token, p prefetched experts per token, C residents of a router.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class RouteTable:
     tokens: token ids
     predicted: the experts that a runtime prefetched before it asked for those of the token; an index of n_experts
         marks an empty place
+    residents: the experts that the router itself keeps resident when the token is routed; an index of n_experts marks
+        an empty place. The tokens of a prompt are routed together: the set of its last token is what counts
     expert_bytes: bytes of one expert, for each layer
     other_bytes: bytes of all weights outside the experts, which are always resident
     share_block: adjacent layers that use the same expert weights
@@ -91,6 +93,7 @@ class RouteTable:
     phase: Integer[np.ndarray, "B T"] | None = None
     tokens: Integer[np.ndarray, "B T"] | None = None
     predicted: Integer[np.ndarray, "L B T p"] | None = None
+    residents: Integer[np.ndarray, "L B T C"] | None = None
     expert_bytes: tuple[int, ...] | None = None
     other_bytes: int | None = None
     share_block: int = 1
@@ -114,13 +117,16 @@ class RouteTable:
                 raise _wrong(name, array, f"whole numbers {at}")
         if self.weights is not None and self.weights.shape != self.S.shape:
             raise _wrong("weights", self.weights, f"{self.S.shape} as in S")
-        sets = self.predicted
-        if sets is not None and (sets.shape[:-1] != self.S.shape[:3] or not np.issubdtype(sets.dtype, np.integer)):
-            raise _wrong("predicted", sets, f"whole numbers [{', '.join(map(str, self.S.shape[:3]))}, …]")
+        for name in ("predicted", "residents"):
+            sets = getattr(self, name)
+            if sets is not None and (sets.shape[:-1] != self.S.shape[:3] or not np.issubdtype(sets.dtype, np.integer)):
+                raise _wrong(name, sets, f"whole numbers [{', '.join(map(str, self.S.shape[:3]))}, …]")
         self._require_sizes()
         self._require_experts("names", self.S, empty=self.skips)
-        if sets is not None:
-            self._require_experts("prefetches", sets, empty=True)
+        if self.predicted is not None:
+            self._require_experts("prefetches", self.predicted, empty=True)
+        if self.residents is not None:
+            self._require_experts("keeps resident", self.residents, empty=True)
 
     def _require_experts(self, does: str, experts: Integer[np.ndarray, ...], *, empty: bool) -> None:
         """Check that indices are those of experts; n_experts is allowed if places may be `empty`."""

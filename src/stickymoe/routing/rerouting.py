@@ -34,7 +34,8 @@ class ExpertCache:
 
     def __post_init__(self) -> None:
         require(self.capacity >= 1, "variant.capacity", self.capacity, "a whole number of slots ≥ 1")
-        require(p.find_policy(self.policy).online, "variant.policy", self.policy, "a policy that a device can run")
+        ok = p.find_policy(self.policy).knows is None
+        require(ok, "variant.policy", self.policy, "a policy that a device can run without resident sets of a router")
 
     @cached_property
     def request(self) -> Any:

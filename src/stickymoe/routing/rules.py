@@ -98,6 +98,11 @@ class RouterState:
         return np.zeros((len(position), width), dtype)
 
 
+def kept_by(state: RouterState) -> list[int]:
+    """The experts that the router of one text keeps resident; empty if it keeps none."""
+    return [] if state.resident is None else state.resident[0].nonzero()[:, 0].tolist()
+
+
 def state_of(**arrays: Shaped[np.ndarray, "B ..."]) -> RouterState:
     """A state from the arrays that compiled loops updated."""
     return RouterState({name: torch.from_numpy(array) for name, array in arrays.items()})

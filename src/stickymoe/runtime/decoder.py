@@ -33,7 +33,7 @@ from stickymoe.models.moe import FeedForward, Router
 from stickymoe.routing.fixed import Hashed, Trajectory
 from stickymoe.routing.layer import SidePart
 from stickymoe.routing.lookup import Lookup, NgramTable
-from stickymoe.routing.rules import HardWindow, RouterInput, RouterState, RoutingRule, TopK, Unfiltered
+from stickymoe.routing.rules import HardWindow, RouterInput, RouterState, RoutingRule, TopK, Unfiltered, kept_by
 from stickymoe.routing.sequential import (
     Hysteresis,
     LearnedSmooth,
@@ -391,6 +391,17 @@ class Decoder:
             raise ValueError(f"which: got {given} before layer {layer}; add the output of a layer's experts once.")
         k.run(layer, slots, spec_rows, which, *self._arrays)
         self._next, self._waits = layer + 1, False
+
+    def residents(self, layer: int) -> list[int]:
+        """The experts that the router of a layer keeps resident, after it was routed; empty if it keeps none."""
+        if layer in self._parts:
+            state = self._parts[layer][1].flag_state
+            if state is None or state[0] != "resident":
+                return []
+            kept: list[int] = self._flags[layer].nonzero()[0].tolist()
+            return kept
+        routed = self._router_state[layer]
+        return [] if routed is None else kept_by(routed)
 
     def predict(self, layer: int) -> list[int] | None:
         """What the router of a later layer would choose for the hidden state of this one; nothing is changed by it.

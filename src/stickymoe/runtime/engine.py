@@ -99,6 +99,7 @@ class Host(Protocol):
 
     context: int  # the most tokens of a text; 0 if unlimited
     vocab_size: int
+    keeps_residents: bool  # whether its routers keep experts resident themselves
 
     @property
     def dense_bytes(self) -> int:
@@ -150,6 +151,11 @@ class Engine:
     def slots(self) -> int:
         """Slots of each pool of experts."""
         return 0 if self.layers is None else self.layers.pools[0].cache.capacity
+
+    @property
+    def policy(self) -> str:
+        """Which expert leaves a full pool."""
+        return "none" if self.layers is None else self.layers.pools[0].cache.policy.name
 
     @property
     def resident_bytes(self) -> int:
@@ -310,7 +316,7 @@ def offload(
     *,
     slots: int | None = None,
     memory: str | float | None = None,
-    policy: str = "lru",
+    policy: str | None = None,
     prefetch: Prefetch = "none",
     on_miss: OnMiss = "load",
     kernel: Kernel | None = None,
@@ -325,7 +331,8 @@ def offload(
 
     `model` is a packed store, a run folder or a folder of a transformers model. A folder is packed first, into `store`
     or the user's cache folder; `experts` is the precision of that store. `throttle` simulates slow memory of so many
-    bytes per second. `kernel` is compiled where the experts allow it, otherwise torch.
+    bytes per second. `kernel` is compiled where the experts allow it, otherwise torch. `policy` is `router` where the
+    routers of a run keep experts resident themselves, otherwise `lru`; with bypass always `lru`.
     """
     from stickymoe.runtime.opening import open_host, open_store
 
@@ -336,7 +343,9 @@ def offload(
         ("io", io, ("direct", "buffered")),
     ):
         require(given in known, key, given, "one of " + ", ".join(str(name) for name in known if name))
-    require(find_policy(policy).online, "policy", policy, f"one of {', '.join(policy_names(online=True))}")
+    if policy is not None:
+        known_policies = policy_names(online=True, routed=True)
+        require(find_policy(policy).online, "policy", policy, f"one of {', '.join(known_policies)}")
     require(threads >= 1, "threads", threads, "a whole number ≥ 1")
     if threads > 1:  # idle threads of compiled loops must not keep torch's from their cores
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -350,16 +359,28 @@ def offload(
     readers = Readers(opened, io=io, throttle=None if rate is None else Throttle(rate))
     try:
         scratch = Region(SCRATCH_SLOTS, opened.slot_bytes) if on_miss == "bypass" else None
-        pools = [
-            Pool(i, readers, waits, capacity=capacity, policy=policy, on_miss=on_miss, scratch=scratch)
+        chosen = kernel or ("torch" if opened.contents.spec.activation is None else "compiled")
+        layers = ExpertLayers(opened, (), kernel=chosen, threads=threads, prefetch=prefetch)
+        host = open_host(opened.folder, layers, threads)
+        name = _policy(policy, host, on_miss)
+        layers.pools = [
+            Pool(i, readers, waits, capacity=capacity, policy=name, on_miss=on_miss, scratch=scratch)
             for i in range(opened.contents.n_pools)
         ]
-        chosen = kernel or ("torch" if opened.contents.spec.activation is None else "compiled")
-        layers = ExpertLayers(opened, pools, kernel=chosen, threads=threads, prefetch=prefetch)
-        return Engine(open_host(opened.folder, layers, threads), layers, readers, scratch, waits, threads)
+        return Engine(host, layers, readers, scratch, waits, threads)
     except BaseException:
         readers.close()
         raise
+
+
+def _policy(given: str | None, host: Host, on_miss: OnMiss) -> str:
+    """The policy as given, or that of the model's routers if they have one."""
+    if given is None:
+        return "router" if host.keeps_residents and on_miss == "load" else "lru"
+    if find_policy(given).routed and not host.keeps_residents:
+        others = ", ".join(policy_names(online=True))
+        raise ConfigError(f"policy: got {given}, but the routers of this model keep no experts resident: use {others}.")
+    return given
 
 
 def parsed_bytes(key: str, given: str | float) -> float:

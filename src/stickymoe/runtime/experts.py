@@ -35,7 +35,8 @@ PREFILL, DECODE = 0, 1
 
 @dataclass
 class Notes:
-    """What every forward pass requested: for each pass and layer the experts and weights, and what was prefetched."""
+    """What every forward pass requested: for each pass and layer the experts and weights, what was prefetched, and what
+    the router kept resident after its last token."""
 
     n_layers: int
     n_experts: int
@@ -43,19 +44,21 @@ class Notes:
     S: list[list[Any]] = field(default_factory=list)
     w: list[list[Any]] = field(default_factory=list)
     predicted: list[list[list[int]]] = field(default_factory=list)
+    residents: list[list[list[int]]] = field(default_factory=list)
 
     def begin(self) -> None:
         """A forward pass begins."""
         self.S.append([None] * self.n_layers)
         self.w.append([None] * self.n_layers)
         self.predicted.append([[] for _ in range(self.n_layers)])
+        self.residents.append([[] for _ in range(self.n_layers)])
 
     def table(
         self, tokens: Sequence[int], *, expert_bytes: int, other_bytes: int, share_block: int
     ) -> RouteTable | None:
         """The routes of one text; `tokens` are those that were given to the model. None if no pass is complete."""
         if self.S and any(S is None for S in self.S[-1]):  # interrupted
-            for passes in (self.S, self.w, self.predicted):
+            for passes in (self.S, self.w, self.predicted, self.residents):
                 passes.pop()
         if not self.S:
             return None
@@ -76,21 +79,20 @@ class Notes:
             other_bytes=other_bytes,
             share_block=share_block,
             skips=bool((S == N).any()),
-            predicted=self._predicted(dtype),
+            predicted=self._sets(self.predicted, dtype),
+            residents=self._sets(self.residents, dtype),
         )
 
-    def _predicted(self, dtype: Any) -> Any:
-        """The prefetches [L, 1, T, p]; N marks an empty place. None if nothing was prefetched."""
-        width = max((len(e) for p in self.predicted for e in p), default=0)
+    def _sets(self, passes: list[list[list[int]]], dtype: Any) -> Any:
+        """Sets of passes, at their last token [L, 1, T, width]; N marks an empty place. None if all are empty."""
+        width = max((len(experts) for by_layer in passes for experts in by_layer), default=0)
         if width == 0:
             return None
-        lengths = [len(p[0]) for p in self.S]
-        sets = np.full((self.n_layers, 1, sum(lengths), width), self.n_experts, dtype)
-        at = 0
-        for pass_, length in zip(self.predicted, lengths, strict=True):
-            for layer, experts in enumerate(pass_):
-                sets[layer, 0, at, : len(experts)] = experts
-            at += length
+        last = np.cumsum([len(S[0]) for S in self.S]) - 1
+        sets = np.full((self.n_layers, 1, last[-1] + 1, width), self.n_experts, dtype)
+        for token, by_layer in zip(last, passes, strict=True):
+            for layer, experts in enumerate(by_layer):
+                sets[layer, 0, token, : len(experts)] = experts
         return sets
 
 
@@ -172,17 +174,29 @@ class ExpertLayers:
         w: Float[Tensor, "n k"],
         plain: Plain,
         order: Order,
+        residents: Sequence[int] = (),
     ) -> Float[Tensor, "n d"]:
-        """Σ w·expert(x) for every token, as the model itself computes it."""
+        """Σ w·expert(x) for every token, as the model itself computes it.
+
+        `residents` are the experts that the router keeps after the last token.
+        """
         S, w = self._heaviest_first(S, w)
+        self.notes.residents[-1][layer] = list(residents)
         self.notes.S[-1][layer] = S.numpy()
         self.notes.w[-1][layer] = w.float().numpy()
         return self._token(layer, x, S, w, plain, order) if len(x) == 1 else self._tokens(layer, x, S, w, plain, order)
 
     def place(
-        self, layer: int, S: Int[np.ndarray, " k"], w: Float[np.ndarray, " k"], h: Float[np.ndarray, " d"]
+        self,
+        layer: int,
+        S: Int[np.ndarray, " k"],
+        w: Float[np.ndarray, " k"],
+        h: Float[np.ndarray, " d"],
+        residents: Sequence[int] = (),
     ) -> Placed | Float[np.ndarray, " d"]:
         """Bring the experts of one token into slots, for a kernel that computes them all at once.
+
+        `residents` are the experts that the router keeps.
 
         Where they do not fit all together, they are computed here, one after another: then the result is Σ w·expert(h).
         """
@@ -193,6 +207,7 @@ class ExpertLayers:
             asked = [e for e in S.tolist() if e < N]
         self.notes.S[-1][layer] = S[None].copy()
         self.notes.w[-1][layer] = w[None].copy()
+        self.notes.residents[-1][layer] = list(residents)
         self.before_request(layer)
         # In a shared pool, a prefetch may evict experts of this layer that the kernel has not computed yet.
         evicts = self.shared and self.prefetch == "next_layer"
@@ -229,9 +244,10 @@ class ExpertLayers:
         return y
 
     def before_request(self, layer: int) -> None:
-        """Where layers share a pool, a prefetch must wait until the layers before are computed."""
+        """The router has run. Where layers share a pool, a prefetch must wait until the layers before are computed."""
         if self.prefetch == "previous" and self.shared and len(self.notes.S) > 1:
             self._prefetch(layer, self._of_last_token(self.notes.S[-2], layer))
+        self.pool_of(layer).set_residents(layer, self.notes.residents[-1][layer])
 
     def after_request(self, layer: int, x: Float[Tensor, "1 d"]) -> None:
         """Prefetch what the router of the next layer says about the hidden state of this one; not for a prompt."""
@@ -283,6 +299,7 @@ class ExpertLayers:
         # Rows in the order of transformers' own loop, which decides the last bit: by place among the k, then by token.
         places = {e: (S.t() == e).nonzero(as_tuple=True) for e in np.unique(S[S < N]).tolist()}
         outputs: dict[int, Tensor] = {}
+        pool.set_residents(layer, self.notes.residents[-1][layer])
         for found in pool.bring(list(places), union=True):
             _, token = places[found.expert]
             outputs[found.expert] = self._compute(pool, found, x[token], plain)

@@ -21,6 +21,8 @@ from stickymoe.runtime.sampling import Sampling
 class TransformersHost:
     """A model of transformers, from a store."""
 
+    keeps_residents = False
+
     def __init__(self, folder: Path, layers: ExpertLayers, threads: int) -> None:
         self.layers = layers
         self.model: PreTrainedModel = build_without_experts(folder, dense=layers.dense)

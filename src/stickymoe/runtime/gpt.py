@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from stickymoe.errors import ConfigError, RunError
 from stickymoe.models.gpt import Block, DecodeCache
-from stickymoe.models.moe import MoE
+from stickymoe.models.moe import MoE, Router
 from stickymoe.reading import reason
-from stickymoe.routing.rules import RouterInput
+from stickymoe.routing.rules import RouterInput, Routing, kept_by
 from stickymoe.runs.settings import read_config
 from stickymoe.runtime.decoder import Decoder
 from stickymoe.runtime.experts import ExpertLayers, Placed
@@ -34,15 +34,30 @@ class SlotExperts(nn.Module):
         super().__init__()
         self.layer = layer
         self.layers = layers
+        self._residents: list[int] = []
 
     def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
-        return self.layers.compute(self.layer, h, S, w, _plain_expert, "weight")
+        return self.layers.compute(self.layer, h, S, w, _plain_expert, "weight", self._residents)
+
+    def routed(self, router: nn.Module, args: Any, routing: Routing) -> None:
+        """The router of this layer has run, directly before its experts are computed."""
+        self._residents = kept_by(routing.state)
 
 
 def _plain_expert(tensors: dict[str, Tensor], x: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
     """eq:moe_output for one expert."""
     z = F.gelu(torch.addmm(tensors["up_bias"], x, tensors["up"].t()))
     return torch.addmm(tensors["down_bias"], z, tensors["down"].t())
+
+
+@torch.no_grad()
+def _keeps_residents(router: Router) -> bool:
+    """Whether the rule keeps experts resident itself, as its state after one token shows."""
+    h = torch.zeros(1, 1, router.gate.in_features)
+    first = torch.zeros(1, 1, dtype=torch.long)
+    logits = torch.zeros(1, 1, router.gate.out_features)
+    state = router.rule(logits, RouterInput(h, h, first, first, None, first.bool())).state
+    return state.resident is not None
 
 
 class RunHost:
@@ -76,6 +91,9 @@ class RunHost:
         self.decoder = Decoder(self.model, threads=threads) if compiled else None
         if self.decoder is not None:
             self.decoder.warm_up()
+        self.keeps_residents = any(
+            isinstance(block.ffn, MoE) and _keeps_residents(block.ffn.router) for block in self.model.blocks
+        )
         self.context = config.model.seq_len
         self.vocab_size = vocab
 
@@ -83,7 +101,9 @@ class RunHost:
         for layer, block in enumerate(self.model.blocks):
             if isinstance(block.ffn, MoE):
                 block.ffn.__dict__.pop("experts", None)  # experts of an earlier layer are not registered
-                block.ffn.experts = SlotExperts(layer, layers)  # type: ignore[assignment]
+                experts = SlotExperts(layer, layers)
+                block.ffn.experts = experts  # type: ignore[assignment]
+                block.ffn.router.register_forward_hook(experts.routed)
         layers.predict = self._predict
 
     @property
@@ -130,7 +150,7 @@ class RunHost:
             before = ()
             if routed is not None:
                 assert layers is not None
-                placed = layers.place(layer, *routed, decoder.h(layer))
+                placed = layers.place(layer, *routed, decoder.h(layer), decoder.residents(layer))
                 if isinstance(placed, Placed):
                     before = placed
                 else:

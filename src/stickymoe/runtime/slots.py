@@ -81,6 +81,10 @@ class Pool:
         outcome = self.cache.request_union(experts) if union else self.cache.request(experts)
         return self._serve(outcome)
 
+    def set_residents(self, layer: int, experts: Sequence[int]) -> None:
+        """What the router of a layer keeps resident, before the request of that layer."""
+        self.cache.set_residents(experts, layer=layer)
+
     def prefetch(self, experts: Sequence[int]) -> None:
         """Reserve slots for the experts that are expected next, and read them while nothing else is read."""
         self._commit()
