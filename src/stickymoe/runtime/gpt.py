@@ -158,10 +158,10 @@ class RunHost:
                     decoder.add(layer, placed)
         return decoder.logits(*before)
 
-    @torch.no_grad()
     def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:
         return self._forward(ids, None)
 
+    @torch.no_grad()
     def _forward(self, tokens: list[int], cache: DecodeCache | None) -> Float[Tensor, "T V"]:
         if self.layers is not None:
             self.layers.begin()
