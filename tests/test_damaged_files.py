@@ -66,8 +66,8 @@ def use(table: RouteTable) -> None:
     assert table.pairs.sum() <= table.mask.size
     assert table.weights is None or np.isfinite(table.weights).all()
     assert table.phase is None or set(np.unique(table.phase)) <= {0, 1}
-    sets = table.predicted
-    assert sets is None or sets.size == 0 or 0 <= int(sets.min()) <= int(sets.max()) <= table.n_experts
+    for sets in (table.predicted, table.residents):
+        assert sets is None or sets.size == 0 or 0 <= int(sets.min()) <= int(sets.max()) <= table.n_experts
 
 
 # Trace folders
@@ -87,6 +87,7 @@ def trace(tmp_path: Path) -> Path:
         phase=rng.integers(0, 2, (3, 8), dtype=np.uint8),
         tokens=rng.integers(0, 50_000, (3, 8), dtype=np.int32),
         predicted=rng.integers(0, 301, (2, 3, 8, 3), dtype=np.uint16),
+        residents=rng.integers(0, 301, (2, 3, 8, 4), dtype=np.uint16),
         expert_bytes=(4096, 4096),
     )
     save_table(table, tmp_path / "trace")

@@ -17,7 +17,7 @@ from stickymoe.locality.streams import Access
 from stickymoe.locality.table import RouteTable, index_dtype
 from strategies import seeds, tables
 
-ARRAYS = ("S", "mask", "doc", "weights", "phase", "tokens", "predicted")
+ARRAYS = ("S", "mask", "doc", "weights", "phase", "tokens", "predicted", "residents")
 in_a_folder = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -25,13 +25,14 @@ in_a_folder = settings(deadline=None, max_examples=40, suppress_health_check=[He
 def full_tables(draw):
     """Tables with any of the arrays that may be unknown."""
     table, rng = draw(tables()), draw(seeds())
-    known = draw(st.sets(st.sampled_from(["weights", "phase", "tokens", "predicted"])))
+    known = draw(st.sets(st.sampled_from(["weights", "phase", "tokens", "predicted", "residents"])))
     sets = (*table.S.shape[:3], draw(st.integers(1, 4)))
     more = {
         "weights": rng.random(table.S.shape, dtype=np.float32),
         "phase": rng.integers(0, 2, table.mask.shape, dtype=np.uint8),
         "tokens": rng.integers(0, 50_000, table.mask.shape, dtype=np.int32),
         "predicted": rng.integers(0, table.n_experts, sets, dtype=np.uint8, endpoint=True),
+        "residents": rng.integers(0, table.n_experts, sets, dtype=np.uint8, endpoint=True),
     }
     return replace(table, **{name: more[name] for name in known})
 
@@ -316,12 +317,17 @@ def test_an_expert_below_zero(saved):
         ),
         ({"predicted": np.full((1, 2, 3, 1), 5)}, r"prefetches expert 5, but there are 4 experts \(0 … 3\)\.$"),
         ({"predicted": np.full((1, 2, 3, 1), -1)}, r"prefetches expert -1, but"),
+        (
+            {"residents": np.zeros((1, 2, 3), int)},
+            r"residents: got int64 \(1, 2, 3\), expected whole numbers \[1, 2, 3, …",
+        ),
+        ({"residents": np.full((1, 2, 3, 1), 5)}, r"keeps resident expert 5, but there are 4 experts \(0 … 3\)\.$"),
     ],
 )
 def test_arrays_that_are_not_routes_are_refused(changes, says):
     fields = {"S": np.zeros((1, 2, 3, 1), np.uint8), "n_experts": 4, "mask": np.ones((2, 3), bool)}
     table = object.__new__(RouteTable)  # without the type checks that only the tests have
-    unknown = dict.fromkeys(("doc", "weights", "phase", "tokens", "predicted"))
+    unknown = dict.fromkeys(("doc", "weights", "phase", "tokens", "predicted", "residents"))
     for name, value in {**unknown, **fields, **changes}.items():
         object.__setattr__(table, name, value)
     with pytest.raises(DataError, match=rf"^The route table('s)? {says}"):

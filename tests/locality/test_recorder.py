@@ -18,7 +18,7 @@ from stickymoe.locality.table import RouteTable
 from strategies import documents, masks, seeds, sticky_choices
 
 in_a_folder = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-OPTIONAL = ("doc", "weights", "phase", "tokens", "predicted")
+OPTIONAL = ("doc", "weights", "phase", "tokens", "predicted", "residents")
 
 
 @st.composite
@@ -36,6 +36,7 @@ def parts(draw):
             "phase": rng.integers(0, 2, (B, T), dtype=np.uint8),
             "tokens": rng.integers(0, 50_000, (B, T), dtype=np.int32),
             "predicted": rng.integers(0, N + 1, (L, B, T, 3), dtype=np.uint8),
+            "residents": rng.integers(0, N + 1, (L, B, T, 2), dtype=np.uint8),
         }
         S = sticky_choices(rng, (L, B, T, k), N, stay=0.5).astype(np.uint8)
         found.append(RouteTable(S=S, n_experts=N, mask=draw(masks(B, T)), **{name: more[name] for name in known}))
@@ -67,7 +68,7 @@ def test_the_table_is_what_was_added(tables, on_disk, tmp_path):
         recorder.add(t)
     found = recorder.finish(expert_bytes=(7,) * tables[0].n_layers, other_bytes=3)
     paddings = {"S": 0, "mask": False, "doc": -1, "weights": 0, "phase": 0, "tokens": 0}
-    for name, padding in (paddings | {"predicted": tables[0].n_experts}).items():
+    for name, padding in (paddings | dict.fromkeys(("predicted", "residents"), tables[0].n_experts)).items():
         expected, got = joined(tables, name, padding), getattr(found, name)
         assert (got is None) == (expected is None)
         if expected is not None:
@@ -100,6 +101,7 @@ def a_table(shape=(2, 1, 4, 2), n_experts=4, **more):
         ({"shape": (2, 1, 4, 1)}, "got experts per token 1, expected 2"),
         ({"tokens": np.zeros((1, 4), int)}, "got arrays S, mask, tokens, expected S, mask"),
         ({"predicted": np.zeros((2, 1, 4, 3), int)}, "got prefetched experts per token 3, expected 0"),
+        ({"residents": np.zeros((2, 1, 4, 3), int)}, "got residents of a router 3, expected 0"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(other, says):

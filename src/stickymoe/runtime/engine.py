@@ -99,11 +99,14 @@ class Host(Protocol):
 
     context: int  # the most tokens of a text; 0 if unlimited
     vocab_size: int
-    keeps_residents: bool  # whether its routers keep experts resident themselves
 
     @property
     def dense_bytes(self) -> int:
         """Bytes of all weights outside the experts."""
+
+    @property
+    def keeps_residents(self) -> bool:
+        """Whether its routers keep experts resident themselves."""
 
     def generate(
         self, ids: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]
