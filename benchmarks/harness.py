@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ Work = Callable[[], object]
 def serve(prepare: Callable[[], Work], warm_up: int) -> None:
     """The process of a candidate: run once per line of input; answer with seconds, peak memory and its result, if any.
 
-    Memory counts from here on, so import everything that the candidate needs before.
+    A result is a whole number, or a dict of numbers; `seconds` in a dict replaces the time of the whole work. Memory
+    counts from here on, so import everything that the candidate needs before.
     """
     base = _peak_kb()
     start = time.perf_counter()
@@ -37,8 +38,12 @@ def serve(prepare: Callable[[], Work], warm_up: int) -> None:
         start = time.perf_counter()
         result = work()
         seconds = time.perf_counter() - start
-        number = result if isinstance(result, int) else None
-        print(json.dumps({"seconds": seconds, "peak_mb": (_peak_kb() - base) / 1024, "result": number}), flush=True)
+        answer = {"seconds": seconds, "peak_mb": (_peak_kb() - base) / 1024, "result": None, "numbers": {}}
+        if isinstance(result, dict):
+            answer |= {"seconds": result.pop("seconds", seconds), "numbers": result}
+        elif isinstance(result, int):
+            answer["result"] = result
+        print(json.dumps(answer), flush=True)
 
 
 def _peak_kb() -> int:
@@ -50,13 +55,16 @@ def _peak_kb() -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds over interleaved rounds; `result` is the number that the work returned, if any."""
+    """Seconds over interleaved rounds; `result` is the number that the work returned last, if any, and `numbers` the
+    dict of every round.
+    """
 
     name: str
     seconds: list[float]
     peak_mb: float
     warm_up_s: float = 0.0
     result: int | None = None
+    numbers: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -86,6 +94,7 @@ class Candidate:
         self._seconds: list[float] = []
         self._peak_mb = 0.0
         self._result: int | None = None
+        self._numbers: list[dict[str, float]] = []
         self._process = subprocess.Popen(
             [sys.executable, str(script), "--serve", name, *arguments],
             stdin=subprocess.PIPE,
@@ -109,13 +118,14 @@ class Candidate:
         self._seconds.append(answer["seconds"])
         self._peak_mb = answer["peak_mb"]
         self._result = answer["result"]
+        self._numbers.append(answer["numbers"])
         return self._seconds[-1]
 
     def end(self) -> Timing:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
-        return Timing(self.name, self._seconds, self._peak_mb, self.warm_up_s, self._result)
+        return Timing(self.name, self._seconds, self._peak_mb, self.warm_up_s, self._result, self._numbers)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -10,6 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import median_interval
+from offload import CAPACITIES, PRECISIONS, row_text
 
 HERE = Path(__file__).parent
 
@@ -21,6 +22,8 @@ def main(docs: Path = HERE.parent / "docs") -> None:
     )
     text = page(record) + replay_section(replay) + report_section(report) + attach_section(attach)
     text += routers_section(routers)
+    if (offload := HERE / "offload.json").exists():
+        text += offload_section(json.loads(offload.read_text()))
     (docs / "performance.md").write_text(text, encoding="utf-8")
     (docs / "growth.svg").write_text(plot(record["growth"]), encoding="utf-8")
 
@@ -213,6 +216,68 @@ small model is decoded in {token * 1e3:.1f} ms. In larger models the share of th
 the variant of `stickymoe train --recommended`.
 
 {table(headings, rows)}"""
+
+
+def offload_section(record: dict[str, Any]) -> str:
+    """Decoding with experts on disk."""
+    environment, memory = record["environment"], record["memory"]
+    rows = [[row["what"], *row_text(row)] for row in record["rows"]]
+    return f"""
+## Experts on disk
+
+`python benchmarks/offload.py` measures this ([record](../benchmarks/offload.json)) on {environment["cores"]} cores of
+{environment["processor"]}, commit `{(environment["commit"] or "unknown")[:12]}`: a Mixtral of 8 layers with 8 experts
+of 11 MB, fp32, batch 1. C is the number of slots per layer. Ratios are of tokens per second in the same round, medians
+with 95 % intervals; two threads unless stated. All candidates with fp32 experts generated the same text in every round.
+
+{table(["what", "measured", "target", ""], rows)}
+- HF default is `grouped_mm` with all weights in private memory, and the faster of spinning and waiting OpenMP threads.
+- accelerate maps the fused experts of a layer from disk in every forward pass. "Evicted": its file is dropped from the
+  page cache after each token, so it has no cache at all, while C slots keep their experts. At 200 MB/s, its tokens are
+  charged at least the time of the bytes that they read.
+- The weights are random, so routing has no locality: with C slots, about 1 − C/8 of the requests miss. Trained models
+  miss less. The router of the next layer is also easier to predict than in trained models.
+- Bandwidth: bytes divided by the time in which at least one read runs, checksums included, against one plain direct
+  read after another between the tokens.
+- Peak memory: that of a generation minus what was resident after all imports and a tiny model, minus
+  {memory["slots_mb"]:.0f} MB of slots and {memory["dense_mb"]:.0f} MB of dense weights; the store has
+  {memory["store_mb"]:,.0f} MB of experts.
+
+Tokens per second, and MB read from disk per token:
+
+{table(["", *PRECISIONS, *(f"{p}, MB" for p in PRECISIONS)], _capacity_rows(record["tokens_per_s"]))}
+{table(["", "tokens/s", "MB"], _other_rows(record["tokens_per_s"]))}"""
+
+
+def _capacity_rows(speeds: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for C in ("N", *CAPACITIES):
+        cells = [speeds[p if C == "N" else f"{p} C={C}"] for p in PRECISIONS]
+        rows.append([f"C = {C}", *(_speed(cell) for cell in cells), *(f"{cell['mb']:.0f}" for cell in cells)])
+    cells = [speeds[f"{p}, 1 thread"] for p in PRECISIONS]
+    return [*rows, ["C = N, 1 thread", *map(_speed, cells), *(f"{cell['mb']:.0f}" for cell in cells)]]
+
+
+def _other_rows(speeds: dict[str, Any]) -> list[list[str]]:
+    names = {
+        "HF": "HF default",
+        "HF, spinning": "HF default, spinning threads",
+        "HF, 1 thread": "HF default, 1 thread",
+        "HF eager": "HF eager",
+        "torch kernel": "C = N, fp32, torch kernel",
+        "accelerate": "accelerate, evicted",
+        "fp32 C=4 slow": "C = 4, fp32, 200 MB/s",
+        "none": "C = 4, int8, 1 GB/s, 1 thread",
+        "next_layer": "the same with prefetch of the next layer",
+        "GPT": "our GPT, compiled, 1 thread",
+        "GPT torch": "our GPT in torch, 1 thread",
+        "GPT torch, 2 threads": "our GPT in torch, 2 threads",
+    }
+    return [[text, _speed(speeds[name]), f"{speeds[name]['mb']:.0f}"] for name, text in names.items()]
+
+
+def _speed(cell: dict[str, float]) -> str:
+    return f"{cell['median']:,.1f} ({cell['low']:,.1f} to {cell['high']:,.1f})"
 
 
 def _interval(row: dict[str, float]) -> str:

@@ -33,6 +33,10 @@ Predict = Callable[[int, Tensor], list[int] | None]  # layer, its hidden state â
 PREFILL, DECODE = 0, 1
 
 
+def _descending(ranked: tuple[float, int, Any]) -> float:
+    return -ranked[0]
+
+
 @dataclass
 class Notes:
     """What every forward pass requested: for each pass and layer the experts and weights, what was prefetched, and what
@@ -180,11 +184,13 @@ class ExpertLayers:
 
         `residents` are the experts that the router keeps after the last token.
         """
-        S, w = self._heaviest_first(S, w)
         self.notes.residents[-1][layer] = list(residents)
+        if len(x) == 1:
+            return self._token(layer, x, S, w, plain, order)
+        S, w = self._heaviest_first(S, w)
         self.notes.S[-1][layer] = S.numpy()
         self.notes.w[-1][layer] = w.float().numpy()
-        return self._token(layer, x, S, w, plain, order) if len(x) == 1 else self._tokens(layer, x, S, w, plain, order)
+        return self._tokens(layer, x, S, w, plain, order)
 
     def place(
         self,
@@ -273,10 +279,18 @@ class ExpertLayers:
         return S.gather(-1, at).masked_fill(w == 0, self.notes.n_experts).long(), w
 
     def _token(self, layer: int, x: Tensor, S: Tensor, w: Tensor, plain: Plain, order: Order) -> Tensor:
-        asked = [e for e in S[0].tolist() if e < self.notes.n_experts]
+        """`_tokens` of one token; its few numbers are sorted as Python's, since a call of torch takes longer."""
+        N = self.notes.n_experts
+        # A tensor of a lower precision is multiplied by a tensor: by a number, it would be rounded differently.
+        factors = w[0].tolist() if x.dtype == torch.float32 else w[0]
+        triples = zip(w[0].tolist(), S[0].tolist(), factors, strict=True)
+        ranked = sorted(((v, e, f) if v and e < N else (0.0, N, 0.0) for v, e, f in triples), key=_descending)
+        self.notes.S[-1][layer] = np.array([[e for _, e, _ in ranked]])
+        self.notes.w[-1][layer] = np.array([[v for v, _, _ in ranked]], np.float32)
+        factor = {e: f for _, e, f in ranked if e < N}
         pool, overlap = self.pool_of(layer), not self.shared
         self.before_request(layer)
-        arriving = pool.bring(asked)
+        arriving = pool.bring(list(factor))
         outputs: dict[int, Tensor] = {}
         if overlap and self.prefetch == "next_layer":
             first = next(arriving, None)  # demands are queued before prefetches
@@ -288,9 +302,8 @@ class ExpertLayers:
         if not overlap:
             self.after_request(layer, x)
         y = torch.zeros_like(x)
-        weight = dict(zip(S[0].tolist(), w[0], strict=True))
-        for expert in sorted(outputs) if order == "expert" else asked:
-            y += (outputs[expert] * weight[expert]).to(y.dtype)
+        for expert in sorted(outputs) if order == "expert" else factor:
+            y += (outputs[expert] * factor[expert]).to(y.dtype)
         return y
 
     def _tokens(self, layer: int, x: Tensor, S: Tensor, w: Tensor, plain: Plain, order: Order) -> Tensor:
