@@ -73,7 +73,6 @@ class TransformersHost:
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    @torch.no_grad()
     def generate(
         self, ids: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]
     ) -> Iterator[int]:
@@ -96,12 +95,12 @@ class TransformersHost:
             else:
                 logits = self._forward([token], past).logits[0, -1].float().numpy()
 
-    @torch.no_grad()
     def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:
         self._require_known(ids)
         logits: Tensor = self._forward(ids, None).logits[0]
         return logits
 
+    @torch.no_grad()
     def _forward(self, tokens: list[int], past: Any) -> Any:
         self._in_compiled_loops = False
         self.layers.begin()

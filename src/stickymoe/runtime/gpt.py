@@ -100,7 +100,6 @@ class RunHost:
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens))
 
-    @torch.no_grad()
     def generate(
         self, ids: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]
     ) -> Iterator[int]:
@@ -124,10 +123,10 @@ class RunHost:
         self._now = None
         return decode_token(self.decoder, self.layers, token)
 
-    @torch.no_grad()
     def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:
         return self._forward(ids, None)
 
+    @torch.no_grad()
     def _forward(self, tokens: list[int], cache: DecodeCache | None) -> Float[Tensor, "T V"]:
         if self.layers is not None:
             self.layers.begin()

@@ -87,7 +87,7 @@ class LlamaDecoder(TokenDecoder):
         config = model.config
         self._threads = None if threads == 1 else threads
         self._matrices: list[Tensor] = []  # compiled loops know only where they lie
-        self._vectors: list[Float[Tensor, " n"]] = []
+        self._vectors: list[Tensor] = []
         layers = list(model.model.layers)
         self.n_layers = len(layers)
         self.expert_layers = [i for i, layer in enumerate(layers) if hasattr(layer.mlp, "gate")]
@@ -151,7 +151,7 @@ class LlamaDecoder(TokenDecoder):
         self._matrices.append(matrix.detach())
         return matrix.data_ptr()
 
-    def _vector(self, *vectors: Float[Tensor, " n"]) -> int:
+    def _vector(self, *vectors: Float[Tensor, " _"]) -> int:
         """Copy vectors, one behind the other; returns where they begin."""
         begin = sum(map(len, self._vectors))
         self._vectors += [vector.detach().float() for vector in vectors]
@@ -189,7 +189,7 @@ class LlamaDecoder(TokenDecoder):
         pairs = (torch.cat([layer.keys, layer.values]) for layer in past.layers)
         self._make_room(pair.detach().float().transpose(2, 3).numpy() for pair in pairs)
 
-    def _make_room(self, kv: Iterable[Float[np.ndarray, "2 heads dh T"]]) -> None:
+    def _make_room(self, kv: Iterable[Float[np.ndarray, "2 heads dh _"]]) -> None:
         """Copy keys and values to where there is room for more, layer by layer, without what has left the window."""
         kept = min(self._place, self._window - 1)
         capacity = kept + _BLOCK - kept % _BLOCK
@@ -225,4 +225,5 @@ class LlamaDecoder(TokenDecoder):
         """What the gate of a later layer chooses for the hidden state of this one; nothing is changed by it."""
         S, w = self._predicted
         k.route(layer, self._table, self._arrays[2], S, w)
-        return S[w > 0].tolist()
+        chosen: list[int] = S[w > 0].tolist()
+        return chosen

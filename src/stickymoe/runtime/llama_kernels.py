@@ -19,6 +19,7 @@ from numba import njit
 from stickymoe.routing import kernels as rules
 from stickymoe.runtime import kernels
 from stickymoe.runtime import token_kernels as shared
+from stickymoe.runtime.formats import ACTIVATIONS
 
 # Fields of `table`: addresses of matrices, and places of vectors, −1 for one that a layer does not have.
 (Q, K, V, O, GATE, DENSE_GATE, DENSE_UP, DENSE_DOWN, KV) = range(9)
@@ -36,7 +37,7 @@ WORK_ROWS = 11
 (PLACE, TOKEN, POSITION) = range(3)
 CHOSEN = 3
 
-_SILU = kernels.ACTIVATIONS.index("silu")
+_SILU = ACTIVATIONS.index("silu")
 
 
 @njit(nogil=True, fastmath=shared.SUMS)
