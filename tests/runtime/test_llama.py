@@ -330,13 +330,15 @@ def test_every_capacity_gives_the_text_of_transformers(case, tmp_path):
     ids=str,
 )
 def test_settings_of_the_cache_do_not_change_the_text(case, settings, tmp_path):
-    model, ids = model_of(case), prompt_of(1)
-    with opened(model, tmp_path, slots=3, **settings) as engine:
-        out = engine.generate(ids, max_new_tokens=NEW, stop_ids=())
-    assert out.tokens == greedy(model, ids)
+    model = model_of(case)
     access = Access(prefetch="recorded" if "prefetch" in settings else None, on_miss=settings.get("on_miss", "load"))
-    caches = simulate(out.table, capacity=3, policy=settings.get("policy", "lru"), access=access).caches
-    assert sum(cache.misses for cache in caches) == out.stats.misses
+    with opened(model, tmp_path, slots=3, **settings) as engine:
+        for length in (1, 6):
+            ids = prompt_of(length)
+            out = engine.generate(ids, max_new_tokens=NEW, stop_ids=())
+            assert out.tokens == greedy(model, ids)
+            caches = simulate(out.table, capacity=3, policy=settings.get("policy", "lru"), access=access).caches
+            assert sum(cache.misses for cache in caches) == out.stats.misses
 
 
 @engine_case

@@ -222,8 +222,10 @@ class ExpertLayers:
             self._prefetch(layer, self._of_last_token(self.notes.S[-2], layer))
 
     def after_request(self, layer: int, x: Float[Tensor, "1 d"]) -> None:
-        """Prefetch what the router of the next layer says about the hidden state of this one."""
-        if self.prefetch == "next_layer" and self.predict is not None and layer + 1 < self.notes.n_layers:
+        """Prefetch what the router of the next layer says about the hidden state of this one; not in a prompt."""
+        if self.prefetch != "next_layer" or len(self.notes.S) == 1:
+            return
+        if self.predict is not None and layer + 1 < self.notes.n_layers:
             expected = self.predict(layer + 1, x)
             if expected:
                 self._prefetch(layer + 1, expected)
