@@ -152,7 +152,9 @@ def counts(found):
 def test_the_replay_counts_what_plain_loops_count(table, C, data):
     if data.draw(st.booleans()):  # some routers keep fewer
         rng = data.draw(seeds())
-        table = replace(table, residents=np.where(rng.random(table.residents.shape) < 0.3, table.n_experts, table.residents))
+        table = replace(
+            table, residents=np.where(rng.random(table.residents.shape) < 0.3, table.n_experts, table.residents)
+        )
     access = Access(
         order="decode",
         pool=data.draw(st.booleans()),
@@ -219,7 +221,9 @@ def test_other_policies_ignore_resident_sets():
 
 
 def test_it_is_offered_only_where_there_are_resident_sets():
-    says = r"^policy: got router, but the trace has no resident sets \(residents\.npy\): choose another policy, or record"
+    says = (
+        r"^policy: got router, but the trace has no resident sets \(residents\.npy\): choose another policy, or record"
+    )
     table = synthetic_table(n_layers=2, sequences=1, length=20, n_experts=4, top_k=2)
     assert "router" not in policy_names()
     assert "router" in policy_names(online=True, routed=True)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped, UInt8
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from stickymoe.errors import ConfigError, require
@@ -48,12 +48,9 @@ from stickymoe.routing.sequential import (
     require_room,
 )
 from stickymoe.runtime import decoder_kernels as k
+from stickymoe.runtime.tokens import ALIGNMENT, Routed, TokenDecoder, aligned
 
-_ALIGNMENT = 16  # numbers: a matrix begins at a multiple of 64 bytes
 _State = tuple[str, int]  # the name of a value in the router's state, and its width
-_NO_SLOTS = np.empty((0, 0), np.uint8)
-_NO_ROWS = np.empty((0, 0), np.int64)
-_NO_EXPERTS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -143,13 +140,13 @@ class _Weights:
         begin = self.size
         pieces = [_array(t).reshape(-1) for t in tensors if t is not None]
         length = sum(map(len, pieces))
-        padding = np.zeros(-length % _ALIGNMENT, np.float32)
+        padding = np.zeros(-length % ALIGNMENT, np.float32)
         self._pieces += [*pieces, padding]
         self.size += length + len(padding)
         return begin
 
     def array(self) -> Float[np.ndarray, " numbers"]:
-        out = _aligned(self.size)
+        out = aligned(self.size)
         np.concatenate(self._pieces, out=out)
         return out
 
@@ -159,19 +156,8 @@ def _array(tensor: Shaped[Tensor, ...]) -> Float[np.ndarray, ...]:
     return np.ascontiguousarray(tensor.detach().float().numpy(force=True))
 
 
-def _aligned(size: int) -> Float[np.ndarray, " size"]:
-    """An array that begins at a multiple of 64 bytes."""
-    raw = np.empty(size + _ALIGNMENT, np.float32)
-    first = (-raw.ctypes.data // 4) % _ALIGNMENT
-    return raw[first : first + size]
-
-
-class Decoder:
-    """The model for one text, with its dense weights copied to fp32; later training of the model does not reach it.
-
-    It keeps no experts, so the model can be dropped after its prompt. The arrays that `route`, `step`,
-    `h` and `logits` return are overwritten by the next call.
-    """
+class Decoder(TokenDecoder):
+    """The model for one text, with its dense weights copied to fp32; later training of the model does not reach it."""
 
     def __init__(self, model: GPT, *, threads: int = 1) -> None:
         """`threads` compute the head, which has most of the dense weights; they do not change the result."""
@@ -270,12 +256,12 @@ class Decoder:
         hidden = max(2 * c.d_ff, int(self._table[:L, k.DENSE_WIDTH].max()))
         rows = int(self._table[:L, k.ROW_WIDTH].max())
         width = max(3 * c.d_model, c.seq_len, logits, 2 * N, hidden, rows)
-        width += -width % _ALIGNMENT
-        length = c.seq_len + -c.seq_len % _ALIGNMENT
+        width += -width % ALIGNMENT
+        length = c.seq_len + -c.seq_len % ALIGNMENT
         dh = c.d_model // c.n_heads
-        self._work = _aligned((k.FLOAT_STATE + 2 * L) * width).reshape(-1, width)
+        self._work = aligned((k.FLOAT_STATE + 2 * L) * width).reshape(-1, width)
         self._work[:] = 0.0
-        self._kv = _aligned(2 * L * c.d_model * length).reshape(2, L, c.n_heads, dh, length)
+        self._kv = aligned(2 * L * c.d_model * length).reshape(2, L, c.n_heads, dh, length)
         self._kv[:] = 0.0
         self._words = np.zeros((k.INTEGER_STATE + L, max(c.seq_len, N, 2)), np.int64)
         self._flags = np.zeros((L + 1, N), np.bool_)
@@ -283,16 +269,14 @@ class Decoder:
         for layer, (filter, choice) in self._parts.items():
             for first, part in ((k.FILTER_NUMBERS, filter), (k.CHOICE_NUMBERS, choice)):
                 self._numbers[layer, first : first + len(part.numbers)] = part.numbers
-        self._logits = _aligned(self._vocab_size)
-        self._h = self._work[k.H, : c.d_model]
-        chosen = self._table[:L, k.TOP_K].tolist()  # 0 in dense layers
-        self._routed = [(self._words[k.S, :n], self._work[k.W, :n]) if n else None for n in chosen]
+        self._logits = aligned(self._vocab_size)
+        self._x, self._h = self._work[k.X, : c.d_model], self._work[k.H, : c.d_model]
+        self._routed = self._words[k.S, : c.top_k], self._work[k.W, : c.top_k]
 
     def start(self, cache: DecodeCache | None = None) -> None:
         """Continue the text of a cache of one row, which is not changed; without one, begin a new text."""
         self._position = -1
-        self._next = self.n_layers + 1  # no token has begun
-        self._waits = False  # whether a layer waits for the output of its experts
+        self._expect(self.n_layers + 1)
         if cache is None or cache.position is None:
             for layer in range(self.n_layers):
                 self._remember(layer, None, 0)
@@ -356,41 +340,25 @@ class Decoder:
         self._words[k.HISTORY, position] = token
         if boundary is not None:
             self._flags[-1, 0] = boundary
-        self._next, self._waits = 0, False
+        self._expect(0)
 
-    def route(self, layer: int) -> tuple[Int[np.ndarray, " k"], Float[np.ndarray, " k"]] | None:
+    def route(self, layer: int) -> Routed | None:
         """Run a layer up to its experts, after `add`. Returns what `step` returns."""
         return self.step(layer)
 
-    def step(
-        self,
-        layer: int,
-        slots: UInt8[np.ndarray, "C bytes"] = _NO_SLOTS,
-        spec_rows: Int[np.ndarray, "before fields"] = _NO_ROWS,
-        which: Int[np.ndarray, " before"] = _NO_EXPERTS,
-    ) -> tuple[Int[np.ndarray, " k"], Float[np.ndarray, " k"]] | None:
-        """Add the experts of the layer before, which lie in slots `which`, then run a layer up to its experts.
-
-        Returns the chosen experts, heaviest first, and their weights; None for a dense layer, which is then complete.
-        An expert of weight 0 is skipped: it needs no slot, and its place in `which` is −1.
-        """
-        self._run(layer, slots, spec_rows, which)
+    def _run_layer(self, layer: int, slots: Any, spec_rows: Any, which: Any) -> bool:
+        k.run(layer, slots, spec_rows, which, *self._arrays)
         if layer in self._rules:
             self._route_in_python(layer)
         if layer in self._sides:
             self._side_in_python(layer)
-        routed = self._routed[layer]
-        self._waits = routed is not None
-        return routed
+        return bool(self._table[layer, k.DENSE_WIDTH] == 0)
 
-    def _run(self, layer: int, slots: Any, spec_rows: Any, which: Any) -> None:
-        if layer != self._next:
-            raise ValueError(f"layer: got {layer}, expected {self._next} of this token; call begin for the next token.")
-        if self._waits != (len(which) > 0):
-            given = "no experts" if self._waits else "experts of a layer that needs none"
-            raise ValueError(f"which: got {given} before layer {layer}; add the output of a layer's experts once.")
-        k.run(layer, slots, spec_rows, which, *self._arrays)
-        self._next, self._waits = layer + 1, False
+    def _run_head(self, slots: Any, spec_rows: Any, which: Any) -> Float[np.ndarray, " V"]:
+        k.run(self.n_layers, slots, spec_rows, which, *self._arrays)
+        head = k.head if self._threads == 1 else k.head_in_threads
+        head(self._embedding, self._h, self._threads, self._logits)
+        return self._logits
 
     def residents(self, layer: int) -> list[int]:
         """The experts that the router of a layer keeps resident, after it was routed; empty if it keeps none."""
@@ -422,34 +390,6 @@ class Decoder:
         self._flags[layer] = kept[2]
         return chosen
 
-    def add(self, layer: int, y: Float[np.ndarray, " d"]) -> None:
-        """Add the output Σ w·expert(h) of the experts of a layer, which was routed last."""
-        self._require_routed(layer)
-        self._work[k.X, : self.config.d_model] += y
-        self._waits = False
-
-    def h(self, layer: int) -> Float[np.ndarray, " d"]:
-        """What the experts of a layer read, which was routed last."""
-        self._require_routed(layer)
-        return self._h
-
-    def _require_routed(self, layer: int) -> None:
-        if not self._waits or layer != self._next - 1:
-            waiting = f"layer {self._next - 1}" if self._waits else "no layer"
-            raise ValueError(f"layer: got {layer}, but {waiting} waits for its experts; call route first.")
-
-    def logits(
-        self,
-        slots: UInt8[np.ndarray, "C bytes"] = _NO_SLOTS,
-        spec_rows: Int[np.ndarray, "before fields"] = _NO_ROWS,
-        which: Int[np.ndarray, " before"] = _NO_EXPERTS,
-    ) -> Float[np.ndarray, " V"]:
-        """The logits of the next token, after the last layer; its experts are added as in `step`."""
-        self._run(self.n_layers, slots, spec_rows, which)
-        head = k.head if self._threads == 1 else k.head_in_threads
-        head(self._embedding, self._h, self._threads, self._logits)
-        return self._logits
-
     @torch.no_grad()
     def _route_in_python(self, layer: int) -> None:
         """Route by the model's own code."""
@@ -465,7 +405,7 @@ class Decoder:
     def _side_in_python(self, layer: int) -> None:
         """Run a side part by its own code. It reads the input of the experts only, so it need not wait for them."""
         y, self._side_state[layer] = self._sides[layer](self._router_input(), self._side_state[layer])
-        self._work[k.X, : self.config.d_model] += y[0, 0].float().numpy()
+        self._x += y[0, 0].float().numpy()
 
     def _router_input(self) -> RouterInput:
         """What a rule may read; copies, because a rule may keep them in its state."""

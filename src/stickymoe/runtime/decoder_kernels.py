@@ -16,16 +16,14 @@ d width, f width of a feed-forward layer, N experts, k experts per token, M = ga
 from __future__ import annotations
 
 import math
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, prange, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
+from numba import njit, prange
 
 from stickymoe.routing import kernels as rules
 from stickymoe.runtime import kernels
+from stickymoe.runtime import token_kernels as shared
 
 # Fields of `table`. A bias follows its matrix.
 (ATTENTION_NORM, QKV, OUT, FFN_NORM, GATE, UP, DOWN, DENSE_WIDTH) = range(8)
@@ -56,10 +54,9 @@ PYTHON = 0
 (NO_SIDE, LOOKUP) = range(1, 3)
 
 _EPSILON = np.float32(1e-5)  # torch's for layer norms
-_SUMS = {"reassoc", "contract", "nsz"}  # sums in any order, as vector instructions need it
 
 
-@njit(nogil=True, fastmath=_SUMS)
+@njit(nogil=True, fastmath=shared.SUMS)
 def _dot(a: Any, x: Any) -> Any:
     total = np.float32(0.0)
     for i in range(len(x)):
@@ -80,7 +77,7 @@ def _linear(weights: Any, begin: int, x: Any, biased: bool, out: Any) -> None:
             out[r] += b[r]
 
 
-@njit(nogil=True, fastmath=_SUMS)
+@njit(nogil=True, fastmath=shared.SUMS)
 def _norm(weights: Any, begin: int, x: Any, out: Any) -> None:
     d = len(x)
     total = np.float32(0.0)
@@ -93,33 +90,6 @@ def _norm(weights: Any, begin: int, x: Any, out: Any) -> None:
     scale = np.float32(1.0) / np.sqrt(squares / np.float32(d) + _EPSILON)
     for i in range(d):
         out[i] = (x[i] - mean) * scale * weights[begin + i] + weights[begin + d + i]
-
-
-@njit(nogil=True, fastmath=_SUMS)
-def _attention(q: Any, keys: Any, values: Any, n: int, scores: Any, out: Any) -> None:
-    """One head over n tokens; keys and values are [dh, T]."""
-    dh = len(q)
-    scale = np.float32(1.0 / math.sqrt(dh))
-    for t in range(n):
-        scores[t] = 0.0
-    for i in range(dh):
-        a = q[i] * scale
-        row = keys[i]
-        for t in range(n):
-            scores[t] += a * row[t]
-    most = scores[0]
-    for t in range(1, n):
-        most = max(most, scores[t])
-    total = np.float32(0.0)
-    for t in range(n):
-        scores[t] = np.exp(scores[t] - most)
-        total += scores[t]
-    for i in range(dh):
-        row = values[i]
-        mean = np.float32(0.0)
-        for t in range(n):
-            mean += scores[t] * row[t]
-        out[i] = mean / total
 
 
 @njit(nogil=True)
@@ -138,7 +108,7 @@ def _attend(layer: int, weights: Any, table: Any, work: Any, kv: Any, position: 
         for i in range(dh):
             keys[i, position] = k[i]
             values[i, position] = v[i]
-        _attention(q, keys, values, position + 1, work[SCORES], attended[own])
+        shared.attention(q, keys, values, 0, position + 1, work[SCORES], attended[own])
     _linear(weights, table[layer, OUT], attended, True, y)
     for i in range(d):
         x[i] += y[i]
@@ -232,22 +202,6 @@ def _route(layer: int, weights: Any, table: Any, numbers: Any, work: Any, words:
         _choose(layer, table, numbers, work, words, flags, now)
 
 
-@intrinsic
-def _at(typing_context: Any, address: Any) -> Any:
-    """A pointer to the fp32 numbers at an address."""
-
-    def cast(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.float32)(types.int64), cast  # type: ignore[no-untyped-call]
-
-
-@njit(nogil=True)
-def _row(address: Any, width: Any) -> Any:
-    """The row of a table at an address."""
-    return carray(_at(address), (width,))  # type: ignore[call-arg]
-
-
 @njit(nogil=True)
 def _mix(x: Any) -> Any:
     """The hash of `lookup`."""
@@ -267,7 +221,7 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
     row = work[ROW, :width]
     row[:] = 0.0
     if fields[TOKEN_ROWS]:
-        found = _row(fields[TOKEN_ROWS] + 4 * width * token, width)
+        found = shared.row_at(fields[TOKEN_ROWS] + 4 * width * token, width)
         for i in range(width):
             row[i] += found[i]
     place = NGRAMS
@@ -281,7 +235,7 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
                 for back in range(n):
                     key = _mix(key ^ history[position - back])
                 index = key % rows + head * rows
-            found = _row(address + 4 * part * index, part)
+            found = shared.row_at(address + 4 * part * index, part)
             for i in range(part):
                 row[head * part + i] += found[i]
         place += 4 + heads
@@ -296,32 +250,6 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
             row[i] *= np.float32(1.0) + y[i]
     for i in range(d):
         x[i] += row[i]
-
-
-@njit(nogil=True)
-def _add_experts(slots: Any, spec_rows: Any, which: Any, work: Any, d: int) -> None:
-    """Σ w·expert(h) of the experts in slots `which`, added to the residual stream; those at −1 are skipped."""
-    x, h, w, y = work[X, :d], work[H, :d], work[W, : len(which)], work[Y, :d]
-    used = 0
-    for i in which:
-        used += i >= 0
-    if used < len(which):
-        some_rows, some = np.empty((used, spec_rows.shape[1]), np.int64), np.empty(used, np.int64)
-        used = 0
-        for j in range(len(which)):
-            if which[j] >= 0:
-                some[used], w[used] = which[j], w[j]
-                for field in range(spec_rows.shape[1]):
-                    some_rows[used, field] = spec_rows[j, field]
-                used += 1
-        spec_rows, which, w = some_rows, some, w[:used]
-    kernels.experts(slots, spec_rows, which, h, w, work[HIDDEN], y)
-    for i in range(d):
-        x[i] += y[i]
-
-
-def _checksum(*modules: Any) -> int:
-    return zlib.crc32(b"".join(Path(module.__file__).read_bytes() for module in modules))
 
 
 def _entries(sources: int) -> Any:
@@ -350,7 +278,8 @@ def _entries(sources: int) -> Any:
         x, h = work[X, :d], work[H, :d]
         position = words[TOKEN, 0]
         if len(which) > 0:
-            _add_experts(slots, spec_rows, which, work, d)
+            w, hidden, y = work[W, : len(which)], work[HIDDEN], work[Y, :d]
+            shared.add_experts(None, slots, spec_rows, which, h, w, hidden, y, x)
         if layer == kv.shape[1]:
             _norm(weights, table[layer, FINAL_NORM], x, h)
             return
@@ -377,7 +306,7 @@ def _entries(sources: int) -> Any:
     return run, route
 
 
-run, route = _entries(_checksum(rules, kernels))
+run, route = _entries(shared.checksum(rules, kernels, shared))
 
 
 @njit(nogil=True)

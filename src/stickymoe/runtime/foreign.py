@@ -1,4 +1,7 @@
-"""A transformers model around expert slots: its own forward pass, with the experts computed by ours."""
+"""A transformers model around expert slots: its own forward pass, with the experts computed by ours.
+
+Where compiled loops know the model, its own forward pass runs the prompt only.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from stickymoe.errors import ConfigError
 from stickymoe.reading import reason
 from stickymoe.runtime.experts import ExpertLayers
 from stickymoe.runtime.hosts import build_without_experts, expert_gates, install, torch_expert
+from stickymoe.runtime.llama import LlamaDecoder
 from stickymoe.runtime.sampling import Sampling
+from stickymoe.runtime.tokens import decode_token
 
 
 class TransformersHost:
@@ -33,6 +38,8 @@ class TransformersHost:
         text_config = self.model.config.get_text_config()
         self.context = int(getattr(text_config, "max_position_embeddings", 0) or 0)
         self.vocab_size = int(text_config.vocab_size)
+        self.decoder = LlamaDecoder.of(self.model, threads=threads) if layers.kernel == "compiled" else None
+        self._in_compiled_loops = False  # whether they compute the token
         layers.predict = self._predict
 
     @property
@@ -72,12 +79,21 @@ class TransformersHost:
     ) -> Iterator[int]:
         choose = sampling.chooser()
         out = self._forward(ids, None)
+        logits, past = out.logits[0, -1].float().numpy(), out.past_key_values
+        del out
+        if self.decoder is not None:
+            self.decoder.start(past)
+            past = None  # the decoder has copied it
         for n in range(max_new_tokens):
-            token = choose(out.logits[0, -1].float().numpy())
+            token = choose(logits)
             yield token
             if token in stop_ids or n + 1 == max_new_tokens:
                 return
-            out = self._forward([token], out.past_key_values)
+            if self.decoder is not None:
+                self._in_compiled_loops = True
+                logits = decode_token(self.decoder, self.layers, token)
+            else:
+                logits = self._forward([token], past).logits[0, -1].float().numpy()
 
     def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:
         logits: Tensor = self._forward(ids, None).logits[0]
@@ -85,6 +101,7 @@ class TransformersHost:
 
     @torch.no_grad()
     def _forward(self, tokens: list[int], past: Any) -> Any:
+        self._in_compiled_loops = False
         self.layers.begin()
         return self.model(input_ids=torch.tensor([tokens]), past_key_values=past, use_cache=True)
 
@@ -100,6 +117,8 @@ class TransformersHost:
 
     def _predict(self, layer: int, x: Float[Tensor, "1 d"]) -> list[int] | None:
         """What the gate of a layer chooses for the hidden state of the layer before."""
+        if self.decoder is not None and self._in_compiled_loops:
+            return self.decoder.predict(self.decoder.expert_layers[layer])
         gate = self._gates[layer]
         reading = gate.read(gate.module(x))
         w, order = reading.weights[0].sort(descending=True, stable=True)

@@ -21,8 +21,9 @@ from stickymoe.reading import reason
 from stickymoe.routing.rules import RouterInput, Routing, kept_by
 from stickymoe.runs.settings import read_config
 from stickymoe.runtime.decoder import Decoder
-from stickymoe.runtime.experts import ExpertLayers, Placed
+from stickymoe.runtime.experts import ExpertLayers
 from stickymoe.runtime.sampling import Sampling
+from stickymoe.runtime.tokens import decode_token
 from stickymoe.training.build import build_model
 from stickymoe.training.checkpoint import find_checkpoint, load_model
 
@@ -66,7 +67,7 @@ class RunHost:
     def __init__(self, folder: Path, layers: ExpertLayers | None, threads: int) -> None:
         self.layers = layers
         self.threads = threads
-        self._now: tuple[DecodeCache, int] | None = None  # the state before the token that is computed
+        self._now: tuple[DecodeCache, int] | None = None  # the state before a token of the model itself
         config = read_config(file=folder / "config.yaml")
         try:
             self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -139,23 +140,9 @@ class RunHost:
 
     def _token(self, token: int) -> Float[np.ndarray, " V"]:
         """The logits after one more token, in compiled loops."""
-        decoder, layers = self.decoder, self.layers
-        assert decoder is not None
-        if layers is not None:
-            layers.begin()
-        decoder.begin(token)
-        before: tuple[Any, ...] = ()  # the experts of the layer before, which the next call computes
-        for layer in range(decoder.n_layers):
-            routed = decoder.step(layer, *before)
-            before = ()
-            if routed is not None:
-                assert layers is not None
-                placed = layers.place(layer, *routed, decoder.h(layer), decoder.residents(layer))
-                if isinstance(placed, Placed):
-                    before = placed
-                else:
-                    decoder.add(layer, placed)
-        return decoder.logits(*before)
+        assert self.decoder is not None
+        self._now = None
+        return decode_token(self.decoder, self.layers, token)
 
     def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:
         return self._forward(ids, None)
@@ -172,9 +159,9 @@ class RunHost:
 
     def _predict(self, layer: int, x: Float[Tensor, "1 d"]) -> list[int] | None:
         """What the router of a layer would choose for the hidden state of the layer before; its state stays."""
-        if self.decoder is not None:
+        if self._now is None:
+            assert self.decoder is not None
             return self.decoder.predict(layer)
-        assert self._now is not None
         cache, token = self._now
         block, past = self.model.blocks[layer], cache.layers[layer]
         assert isinstance(block, Block)

@@ -33,10 +33,10 @@ from stickymoe.runtime.formats import (
     PRECISIONS,
 )
 
-_FP32, _BF16, _INT8 = (PRECISIONS.index(name) for name in ("fp32", "bf16", "int8"))
+FP32, BF16, _INT8 = (PRECISIONS.index(name) for name in ("fp32", "bf16", "int8"))
 _GELU, _GELU_TANH, _SILU = (ACTIVATIONS.index(name) for name in ("gelu", "gelu_tanh", "silu"))
 _HALF = GROUP // 2
-_BLOCKS = 16  # of rows, shared among the threads; code that asks how many threads there are cannot be cached
+BLOCKS = 16  # of rows, shared among the threads; code that asks how many threads there are cannot be cached
 
 _F, _I, _U = np.float32, np.int32, np.uint32
 _ROOT_HALF = _F(math.sqrt(0.5))
@@ -64,7 +64,7 @@ def _rows_bf16(values: Any, x: Any, first: int, last: int, out: Any) -> None:
         row = values[i * n : (i + 1) * n]
         total = _F(0)
         for j in range(n):
-            total += _from_bf16(row[j]) * x[j]
+            total += from_bf16(row[j]) * x[j]
         out[i] = total
 
 
@@ -90,7 +90,7 @@ def _rows_int4(values: Any, scales: Any, x: Any, first: int, last: int, out: Any
             for j in range(_HALF):
                 two = _I(row[g * _HALF + j])
                 part += _low(two) * x[g * GROUP + j] + _high(two) * x[g * GROUP + _HALF + j]
-            total += part * _from_bf16(scales[i * groups + g])
+            total += part * from_bf16(scales[i * groups + g])
         out[i] = total
 
 
@@ -106,11 +106,11 @@ def _add_last_group(values: Any, scales: Any, x: Any, first: int, last: int, out
             part += _low(_I(row[j])) * rest[j]
         for j in range(len(rest) - _HALF):
             part += _high(_I(row[j])) * rest[_HALF + j]
-        out[i] += part * _from_bf16(scales[i * groups + full])
+        out[i] += part * from_bf16(scales[i * groups + full])
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _from_bf16(bits: Any) -> Any:
+def from_bf16(bits: Any) -> Any:
     return _U(_U(bits) << _U(16)).view(_F)
 
 
@@ -127,7 +127,7 @@ def _high(two: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def _rows(
+def rows(
     slot: Any, precision: int, values: int, scales: int, bias: int, x: Any, first: int, last: int, out: Any
 ) -> None:
     """out[i] = row i of a matrix · x + bias, for the rows from `first` to `last`; the pieces are given as offsets.
@@ -135,9 +135,9 @@ def _rows(
     A row's sum does not depend on the other rows, so any division of the rows gives the same bits.
     """
     n = len(x)
-    if precision == _FP32:
+    if precision == FP32:
         _rows_fp32(slot[values : values + last * n * 4].view(np.float32), x, first, last, out)
-    elif precision == _BF16:
+    elif precision == BF16:
         _rows_bf16(slot[values : values + last * n * 2].view(np.uint16), x, first, last, out)
     elif precision == _INT8:
         step = slot[scales : scales + last * 4].view(np.float32)
@@ -195,7 +195,7 @@ def _exp(x: Any) -> Any:
 # Python's division checks for zero, which keeps a loop from being vectorised; hence numpy's error model. Nothing is
 # reordered or fused here, so a number's result does not depend on its place in a vector.
 @njit(cache=True, nogil=True, error_model="numpy")
-def _activate(activation: int, hidden: Any) -> None:
+def activate(activation: int, hidden: Any) -> None:
     """Apply the activation in place."""
     if activation == _GELU:
         for i in range(len(hidden)):
@@ -220,10 +220,10 @@ def _up_part(slot: Any, spec: Any, x: Any, first: int, last: int, hidden: Any) -
     """hidden[first:last] of the input of `down`."""
     f = spec[FIELD_F]
     precision, values, scales, bias = spec[FIELD_PRECISION], spec[FIELD_UP], spec[FIELD_UP_SCALES], spec[FIELD_UP_BIAS]
-    _rows(slot, precision, values, scales, bias, x, first, last, hidden)
-    _activate(spec[FIELD_ACTIVATION], hidden[first:last])
+    rows(slot, precision, values, scales, bias, x, first, last, hidden)
+    activate(spec[FIELD_ACTIVATION], hidden[first:last])
     if spec[FIELD_GATED] != 0:
-        _rows(slot, precision, values, scales, bias, x, f + first, f + last, hidden)
+        rows(slot, precision, values, scales, bias, x, f + first, f + last, hidden)
         for i in range(first, last):
             hidden[i] *= hidden[f + i]
 
@@ -232,7 +232,7 @@ def _up_part(slot: Any, spec: Any, x: Any, first: int, last: int, hidden: Any) -
 def _down_part(slot: Any, spec: Any, hidden: Any, first: int, last: int, out: Any) -> None:
     """out[first:last] of the expert's result."""
     values, scales, bias = spec[FIELD_DOWN], spec[FIELD_DOWN_SCALES], spec[FIELD_DOWN_BIAS]
-    _rows(slot, spec[FIELD_PRECISION], values, scales, bias, hidden[: spec[FIELD_F]], first, last, out)
+    rows(slot, spec[FIELD_PRECISION], values, scales, bias, hidden[: spec[FIELD_F]], first, last, out)
 
 
 @njit(cache=True, nogil=True)
@@ -252,10 +252,10 @@ def expert_parallel(slot: Any, spec: Any, x: Any, hidden: Any, out: Any) -> None
     (GNU OpenMP aborts).
     """
     f, d = spec[FIELD_F], spec[FIELD_D]
-    for b in prange(_BLOCKS):
-        _up_part(slot, spec, x, b * f // _BLOCKS, (b + 1) * f // _BLOCKS, hidden)
-    for b in prange(_BLOCKS):
-        _down_part(slot, spec, hidden, b * d // _BLOCKS, (b + 1) * d // _BLOCKS, out)
+    for b in prange(BLOCKS):
+        _up_part(slot, spec, x, b * f // BLOCKS, (b + 1) * f // BLOCKS, hidden)
+    for b in prange(BLOCKS):
+        _down_part(slot, spec, hidden, b * d // BLOCKS, (b + 1) * d // BLOCKS, out)
 
 
 @njit(cache=True, nogil=True)
@@ -276,3 +276,22 @@ def experts(slots: Any, specs: Any, which: Any, x: Any, w: Any, hidden: Any, out
     for i in range(len(which)):
         expert(slots[which[i]], specs[i], x, hidden, y)
         add_weighted(w[i], y, out)
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def experts_parallel(slots: Any, specs: Any, which: Any, x: Any, w: Any, out: Any) -> None:
+    """`experts` on numba's threads, with the same bits; see `expert_parallel`."""
+    k = len(which)
+    longest = 0
+    for i in range(k):
+        longest = max(longest, specs[i, FIELD_F] * (2 if specs[i, FIELD_GATED] != 0 else 1))
+    hidden, y = np.empty((k, longest), np.float32), np.empty((k, len(out)), np.float32)
+    for b in prange(k * BLOCKS):
+        i, block, f = b // BLOCKS, b % BLOCKS, specs[b // BLOCKS, FIELD_F]
+        _up_part(slots[which[i]], specs[i], x, block * f // BLOCKS, (block + 1) * f // BLOCKS, hidden[i])
+    for b in prange(k * BLOCKS):
+        i, block, d = b // BLOCKS, b % BLOCKS, specs[b // BLOCKS, FIELD_D]
+        _down_part(slots[which[i]], specs[i], hidden[i], block * d // BLOCKS, (block + 1) * d // BLOCKS, y[i])
+    out[:] = 0
+    for i in range(k):
+        add_weighted(w[i], y[i], out)
