@@ -133,21 +133,29 @@ class _Weights:
 
     def __init__(self) -> None:
         self._pieces: list[Shaped[np.ndarray, " numbers"]] = []
+        self._owners: list[tuple[Tensor, int]] = []
         self.size = 0
 
     def add(self, *tensors: Shaped[Tensor, ...] | None) -> int:
         """Append tensors, one behind the other; returns where they begin."""
         begin = self.size
-        pieces = [_array(t).reshape(-1) for t in tensors if t is not None]
+        given = [t for t in tensors if t is not None]
+        pieces = [_array(t).reshape(-1) for t in given]
         length = sum(map(len, pieces))
+        ends = np.cumsum([begin, *map(len, pieces)])
+        self._owners += zip(given, ends[:-1].tolist(), strict=True)
         padding = np.zeros(-length % ALIGNMENT, np.float32)
         self._pieces += [*pieces, padding]
         self.size += length + len(padding)
         return begin
 
     def array(self) -> Float[np.ndarray, " numbers"]:
+        """All of them. Tensors in fp32 on the CPU become views of it, so that there is one copy of the model."""
         out = aligned(self.size)
         np.concatenate(self._pieces, out=out)
+        for tensor, begin in self._owners:
+            if tensor.dtype == torch.float32 and tensor.is_cpu:
+                tensor.data = torch.from_numpy(out[begin : begin + tensor.numel()]).view(tensor.shape)
         return out
 
 
@@ -157,7 +165,7 @@ def _array(tensor: Shaped[Tensor, ...]) -> Float[np.ndarray, ...]:
 
 
 class Decoder(TokenDecoder):
-    """The model for one text, with its dense weights copied to fp32; later training of the model does not reach it."""
+    """The model for one text. Its dense weights are moved into one array, which the model and the decoder use."""
 
     def __init__(self, model: GPT, *, threads: int = 1) -> None:
         """`threads` compute the head, which has most of the dense weights; they do not change the result."""
@@ -287,16 +295,6 @@ class Decoder(TokenDecoder):
         for layer, past in enumerate(cache.layers):
             self._remember(layer, past, last + 1)
         self._position = last
-
-    def warm_up(self) -> None:
-        """Compile the loops, or load them from the disk, before a text is timed."""
-        self.start()
-        self.begin(0, boundary=False)
-        for layer in range(self.n_layers):
-            if self.step(layer) is not None:
-                self.add(layer, np.zeros(self.config.d_model, np.float32))
-        self.logits()
-        self.start()
 
     def _remember(self, layer: int, past: LayerCache | None, length: int) -> None:
         """Take over the state of a layer after `length` tokens of the document."""

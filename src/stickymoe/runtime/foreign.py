@@ -39,6 +39,8 @@ class TransformersHost:
         self.context = int(getattr(text_config, "max_position_embeddings", 0) or 0)
         self.vocab_size = int(text_config.vocab_size)
         self.decoder = LlamaDecoder.of(self.model, threads=threads) if layers.kernel == "compiled" else None
+        if self.decoder is not None:
+            self.decoder.warm_up()
         self._in_compiled_loops = False  # whether they compute the token
         layers.predict = self._predict
 

@@ -34,6 +34,10 @@ class TokenDecoder(ABC):
     _routed: Routed
 
     @abstractmethod
+    def start(self) -> None:
+        """Begin a new text."""
+
+    @abstractmethod
     def begin(self, token: int) -> None:
         """The next token of the text."""
 
@@ -93,6 +97,16 @@ class TokenDecoder(ABC):
     def residents(self, layer: int) -> list[int]:
         """The experts that the router of a layer keeps resident, after it was routed; empty if it keeps none."""
         return []
+
+    def warm_up(self) -> None:
+        """Compile the loops, or load them from the disk, before a text is timed."""
+        self.start()
+        self.begin(0)
+        for layer in range(self.n_layers):
+            if self.step(layer) is not None:
+                self.add(layer, np.zeros_like(self._x))
+        self.logits()
+        self.start()
 
     def _require_next(self, layer: int, which: Any) -> None:
         if layer != self._next:
