@@ -490,6 +490,9 @@ def disk(m: Measured, run: Callable[..., None]) -> None:
     for p in PRECISIONS:
         names = [name for name in DISK if name.startswith(p) or (name == "accelerate" and p == "fp32")]
         require_same_texts([m.timings[name] for name in names])
+    needed = 2 * LAYERS * 3 * WIDTH * HIDDEN * 4  # bytes of the experts of a token
+    if min(m.of("accelerate", "bytes")) < needed:
+        raise SystemExit("accelerate read less than it needs: the models are still in memory; set TMPDIR to a disk.")
     m.add("C = 4, fp32 : accelerate, evicted", m.speedup("fp32 C=4", "accelerate"), ("≥", 7))
     slow = m.speedup("fp32 C=4 slow", "accelerate", key="charged_s")
     m.add("C = 4, fp32 : accelerate, both at 200 MB/s", slow, ("≥", 5))
