@@ -98,7 +98,11 @@ def decode_misses(out, capacity, policy):
     t = out.table
     n = len(PROMPT)
     prompt = type(t)(
-        S=t.S[:, :, :n], n_experts=t.n_experts, mask=t.mask[:, :n], phase=t.phase[:, :n], residents=t.residents[:, :, :n]
+        S=t.S[:, :, :n],
+        n_experts=t.n_experts,
+        mask=t.mask[:, :n],
+        phase=t.phase[:, :n],
+        residents=t.residents[:, :, :n],
     )
     both = [simulate(x, policy=policy, capacity=capacity, access=Access(order="decode")).caches for x in (t, prompt)]
     return [whole.misses - before.misses for whole, before in zip(*both, strict=True)]

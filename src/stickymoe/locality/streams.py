@@ -356,7 +356,9 @@ def streams(table: RouteTable, access: Access, *, routed: bool = False) -> list[
     if routed and table.residents is None:
         raise no_residents()
     if routed and access.batch:
-        raise ConfigError("policy: router is not supported for a batch in lockstep; omit batch or choose another policy.")
+        raise ConfigError(
+            "policy: router is not supported for a batch in lockstep; omit batch or choose another policy."
+        )
     L, _, T, _ = table.S.shape
     share = access.layers_per_tensor(table)
     S = _flat(table.S[..., :1] if access.top1 else table.S)
