@@ -1,6 +1,7 @@
 """The policy `router`: against plain loops, and by its law. A cache loads no more than the router swaps."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,9 +15,8 @@ from stickymoe.locality.policies import find_policy, policy_names
 from stickymoe.locality.replay import miss_curve, replay, simulate
 from stickymoe.locality.streams import Access
 from stickymoe.locality.study import default_policies, study
-from stickymoe.locality.synthetic import synthetic_table
 from stickymoe.locality.table import RouteTable
-from strategies import costly, documents, masks, seeds, thorough
+from strategies import costly, documents, masks, seeds, sticky_choices, thorough
 
 
 @st.composite
@@ -175,7 +175,7 @@ def test_a_cache_loads_no_more_than_the_router_swaps(table, more):
         swaps = 0
         for text in passes_of(table):
             sets = [set(layer[b, t].tolist()) for ((b, t),) in text]
-            swaps += C + sum(len(now - before) for before, now in zip(sets, sets[1:], strict=False))
+            swaps += C + sum(len(now - before) for before, now in pairwise(sets))
         allowed.append(swaps)
     found = simulate(table, policy="router", capacity=C + more)
     assert all(c.misses <= most for c, most in zip(found.caches, allowed, strict=True))
@@ -224,7 +224,8 @@ def test_it_is_offered_only_where_there_are_resident_sets():
     says = (
         r"^policy: got router, but the trace has no resident sets \(residents\.npy\): choose another policy, or record"
     )
-    table = synthetic_table(n_layers=2, sequences=1, length=20, n_experts=4, top_k=2)
+    S = sticky_choices(np.random.default_rng(0), (2, 1, 20, 2), 4, stay=0.5)
+    table = RouteTable(S=S, n_experts=4, mask=np.ones((1, 20), bool))
     assert "router" not in policy_names()
     assert "router" in policy_names(online=True, routed=True)
     assert find_policy("router").online
@@ -245,5 +246,5 @@ def test_it_is_offered_only_where_there_are_resident_sets():
         simulate(routed, policy="router", capacity=2, access=Access(batch=True))
     with pytest.raises(ConfigError, match=r"^router admits every load"):
         simulate(routed, policy="router", capacity=2, access=Access(on_miss="bypass"))
-    points = plan(routed, "raspberry-pi-5", policies=["router"], expert_bytes=1000).points
+    points = plan(routed, "raspberry-pi-5", policies=["router"], expert_bytes=1000.0, other_bytes=0.0).points
     assert list(points) == ["router"]

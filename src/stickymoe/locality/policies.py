@@ -326,11 +326,11 @@ class Sieve:
 class Routed(LRU):
     """Evicts the entry that was used longest ago among those that no router keeps resident; if all are kept, of all."""
 
-    # A cache with a slot for each of the residents R_t of its router, which is asked for experts ⊆ R_t without prefetch,
-    # loads at most |R_1| + Σ |R_t minus R_t−1| experts: the first fill and the router's own swaps. Proof: the missing
-    # expert is in R_t, so a full cache holds an entry outside R_t. The request is inside R_t, so that entry is not
-    # pinned, and the victim is outside R_t. So an expert that was loaded stays as long as the router keeps it: it is
-    # loaded at most once each time that the router makes it resident.
+    # With a slot for each resident R_t of the router, requests inside R_t and no prefetch, a cache loads at most
+    # |R_1| + Σ |R_t minus R_t−1| experts: the first fill and the router's own swaps. Proof: the missing expert is in
+    # R_t, so a full cache holds an entry outside R_t. The request is inside R_t, so that entry is not pinned, and the
+    # victim is outside R_t. So a loaded expert stays as long as the router keeps it: it is loaded at most once each
+    # time that the router makes it resident.
 
     @staticmethod
     def victim(s: Any) -> int:
@@ -338,7 +338,7 @@ class Routed(LRU):
         e = s[NEWER, end]
         while e != end and (s[PINNED, e] or s[HINT, e]):
             e = s[NEWER, e]
-        return e if e != end else oldest(s)  # type: ignore[no-any-return]
+        return e if e != end else oldest(s)
 
 
 @register_policy("static", knows="rank")

@@ -32,8 +32,10 @@ class _Layout(NamedTuple):
     def of(cls, table: RouteTable) -> _Layout:
         names = ("S", "mask", "doc", "weights", "phase", "tokens", *_SETS)
         known = tuple(name for name in names if getattr(table, name) is not None)
-        widths = (0 if sets is None else int(sets.shape[3]) for sets in (table.predicted, table.residents))
-        return cls(table.n_layers, table.n_experts, table.top_k, *widths, known)
+        predicted, residents = (
+            0 if sets is None else int(sets.shape[3]) for sets in (table.predicted, table.residents)
+        )
+        return cls(table.n_layers, table.n_experts, table.top_k, predicted, residents, known)
 
     def require(self, other: _Layout) -> None:
         """Refuse a table of another layout."""

@@ -39,8 +39,10 @@ def _descending(ranked: tuple[float, int, Any]) -> float:
 
 @dataclass
 class Notes:
-    """What every forward pass requested: for each pass and layer the experts and weights, what was prefetched, and what
-    the router kept resident after its last token."""
+    """What every forward pass requested: for each pass and layer the experts and weights, and what was prefetched.
+
+    `residents` are the experts that the router kept after the last token of the pass.
+    """
 
     n_layers: int
     n_experts: int
