@@ -78,6 +78,8 @@ class TransformersHost:
     ) -> Iterator[int]:
         self._require_known(ids)
         choose = sampling.chooser()
+        if self.decoder is not None:
+            self.decoder.start()  # the keys and values of the text before are freed
         out = self._forward(ids, None)
         logits, past = out.logits[0, -1].float().numpy(), out.past_key_values
         del out
