@@ -88,6 +88,8 @@ def test_the_sum_over_experts_is_added_in_order(precision, spec, rng):
     out = np.full(len(x), np.nan, np.float32)
     kernels.experts(slots, fields, which, x, w, cases[0].hidden, out)
     assert np.array_equal(out, expected)
+    kernels.experts_parallel(slots, fields, which, x, w, out)
+    assert np.array_equal(out, expected)
 
 
 def test_experts_of_one_sum_may_differ_in_precision():

@@ -342,6 +342,17 @@ def test_settings_of_the_cache_do_not_change_the_text(case, settings, tmp_path):
 
 
 @engine_case
+def test_the_text_of_a_bf16_model_does_not_depend_on_the_cache(case, tmp_path):
+    model, texts = model_of(case).bfloat16(), []
+    for slots in (1, 3, None):
+        with opened(model, tmp_path, slots=slots) as engine:
+            assert engine.host.model.dtype == torch.bfloat16
+            assert engine.host.decoder is not None
+            texts.append(engine.generate(prompt_of(5), max_new_tokens=NEW, stop_ids=()).tokens)
+    assert texts[0] == texts[1] == texts[2]
+
+
+@engine_case
 def test_the_routes_are_those_of_the_model_itself(case, tmp_path):
     model, ids = model_of(case), prompt_of(5)
     tables = []

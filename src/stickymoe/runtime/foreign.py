@@ -80,6 +80,8 @@ class TransformersHost:
         self, ids: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]
     ) -> Iterator[int]:
         choose = sampling.chooser()
+        if self.decoder is not None:
+            self.decoder.start()  # the keys and values of the text before are freed
         out = self._forward(ids, None)
         logits, past = out.logits[0, -1].float().numpy(), out.past_key_values
         del out

@@ -31,7 +31,7 @@ from stickymoe.runtime.tokens import ALIGNMENT, TokenDecoder, aligned
 _FAMILIES = {"mixtral": "Mixtral", "olmoe": "Olmoe", "qwen3_moe": "Qwen3Moe"}
 _ROTARY = ("default", "linear", "llama3", "yarn")  # the frequencies of these do not depend on the length of a text
 _PRECISIONS = {torch.float32: kernels.FP32, torch.bfloat16: kernels.BF16}
-_BLOCK = 256  # tokens for which there is room more, whenever the keys and values are full
+_BLOCK = 256  # tokens by which the room for keys and values grows
 _UNLIMITED = 2**62
 
 
@@ -108,11 +108,8 @@ class LlamaDecoder(TokenDecoder):
         last[k.FINAL_NORM] = self._vector(model.model.norm.weight)
         last[k.FREQUENCIES] = self._vector(model.model.rotary_emb.inv_freq)
         last[k.ROWS : k.ROWS + 3] = [len(p.weight) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        last[k.WIDTH], last[k.HEAD_WIDTH], last[k.VOCABULARY] = (
-            config.hidden_size,
-            head_width,
-            len(model.lm_head.weight),
-        )
+        last[k.WIDTH], last[k.HEAD_WIDTH] = config.hidden_size, head_width
+        last[k.VOCABULARY] = len(model.lm_head.weight)
         last[k.NORM_PER_HEAD] = config.model_type == "qwen3_moe"
         last[k.EXPERTS], last[k.TOP_K] = moe.gate.num_experts, moe.gate.top_k
         last[k.NORMALISE] = getattr(moe.gate, "norm_topk_prob", True)
