@@ -21,7 +21,7 @@ from stickymoe.reading import reason
 from stickymoe.routing.rules import RouterInput
 from stickymoe.runs.settings import read_config
 from stickymoe.runtime.decoder import Decoder
-from stickymoe.runtime.experts import ExpertLayers, Placed
+from stickymoe.runtime.experts import ExpertLayers, Layers, Placed
 from stickymoe.runtime.sampling import Sampling
 from stickymoe.training.build import build_model
 from stickymoe.training.checkpoint import find_checkpoint, load_model
@@ -30,7 +30,7 @@ from stickymoe.training.checkpoint import find_checkpoint, load_model
 class SlotExperts(nn.Module):
     """Takes the place of a layer's experts."""
 
-    def __init__(self, layer: int, layers: ExpertLayers) -> None:
+    def __init__(self, layer: int, layers: Layers) -> None:
         super().__init__()
         self.layer = layer
         self.layers = layers
@@ -48,7 +48,7 @@ def _plain_expert(tensors: dict[str, Tensor], x: Float[Tensor, "m d"]) -> Float[
 class RunHost:
     """A model of ours, from a store or (without experts) from its run folder."""
 
-    def __init__(self, folder: Path, layers: ExpertLayers | None, threads: int) -> None:
+    def __init__(self, folder: Path, layers: Layers | None, threads: int) -> None:
         self.layers = layers
         self.threads = threads
         self._now: tuple[DecodeCache, int] | None = None  # the state before the token that is computed
@@ -70,14 +70,14 @@ class RunHost:
             with torch.device("meta"):  # nothing is allocated; the weights come from the store
                 self.model = build_model(config, vocab)
             self._use_slots(layers)
-            self.model.load_state_dict(load_file(layers.dense), strict=True, assign=True)
+            self.model.load_state_dict(load_file(layers.dense()), strict=True, assign=True)
         self.model.train(False)
-        compiled = layers is None or getattr(layers, "kernel", "torch") == "compiled"
+        compiled = layers is None or layers.kernel == "compiled"
         self.decoder = Decoder(self.model, threads=threads) if compiled else None
         self.context = config.model.seq_len
         self.vocab_size = vocab
 
-    def _use_slots(self, layers: ExpertLayers) -> None:
+    def _use_slots(self, layers: Layers) -> None:
         for layer, block in enumerate(self.model.blocks):
             if isinstance(block.ffn, MoE):
                 block.ffn.__dict__.pop("experts", None)  # experts of an earlier layer are not registered
@@ -127,7 +127,7 @@ class RunHost:
             routed = decoder.step(layer, *before)
             before = ()
             if routed is not None:
-                assert layers is not None
+                assert isinstance(layers, ExpertLayers)
                 placed = layers.place(layer, *routed, decoder.h(layer))
                 if isinstance(placed, Placed):
                     before = placed
