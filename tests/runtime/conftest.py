@@ -14,8 +14,7 @@ from stickymoe.runtime.checkpoints import open_checkpoint
 from stickymoe.runtime.pack import pack, uniform
 from stickymoe.runtime.packing import mixed
 
-
-MIXED_BYTES = 180_000  # some experts of the run "vanilla" in int8, some in bf16
+MIXED_BYTES = 180_000.0  # some experts of the run "vanilla" in int8, some in bf16
 
 
 @pytest.fixture(scope="session")
