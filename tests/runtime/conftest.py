@@ -6,12 +6,15 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from offloading import write_run
 
-from stickymoe.runtime.packing import pack_model
+from stickymoe.runtime.checkpoints import open_checkpoint
+from stickymoe.runtime.pack import pack, uniform
+from stickymoe.runtime.packing import mixed
 
-Stored = Callable[..., Path]
+MIXED_BYTES = 180_000.0  # some experts of the run "vanilla" in int8, some in bf16
 
 
 @pytest.fixture(scope="session")
@@ -21,13 +24,18 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def store_of(run_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Stored:
+def store_of(run_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The packed store of a run, in some precision."""
 
     @cache
-    def stored(name: str = "vanilla", experts: str = "fp32", budget: str | None = None) -> Path:
+    def stored(name: str = "vanilla", experts: str = "fp32") -> Path:
+        source = open_checkpoint(run_of(name))
         folder = tmp_path_factory.mktemp("store") / "store"
-        pack_model(run_of(name), folder, experts=experts, budget=budget, tokens=64)
+        if experts == "mixed":
+            importance = np.random.default_rng(0).random((source.n_layers, source.n_experts))
+            pack(source, folder, mixed(source, importance, MIXED_BYTES))
+        else:
+            pack(source, folder, uniform(source, experts))
         return folder
 
     return stored

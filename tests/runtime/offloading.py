@@ -23,7 +23,7 @@ from stickymoe.training.build import build_model
 from stickymoe.training.checkpoint import Progress, load_model, save_checkpoint
 
 VOCAB = 256
-SIZES = {"d_model": 16, "n_layers": 4, "n_heads": 2, "n_experts": 5, "top_k": 2, "d_ff": 12, "seq_len": 32}
+SIZES = {"d_model": 32, "n_layers": 4, "n_heads": 2, "n_experts": 5, "top_k": 2, "d_ff": 64, "seq_len": 32}
 RUNS: dict[str, tuple[str, ...]] = {
     "vanilla": (),
     "hash": (),
@@ -92,7 +92,10 @@ def generate(engine: Engine, ids: Any, n: int = 8, **settings: Any) -> tuple[Gen
 
 def replayed(out: Generation, *, capacity: int, policy: str, prefetch: str, on_miss: str) -> Simulation:
     """The simulation of the trace of a generation."""
-    access = Access(order="decode", prefetch=SIMULATED[prefetch], on_miss=on_miss)
+    asked = SIMULATED[prefetch]
+    if asked == "recorded" and out.table.predicted is None:  # nothing was prefetched
+        asked = None
+    access = Access(order="decode", prefetch=asked, on_miss=on_miss)
     return simulate(out.table, capacity=capacity, policy=policy, access=access)
 
 

@@ -265,7 +265,7 @@ def _slots(point: Point) -> str:
     return slots_text(number, len(point.slots))
 
 
-def bytes_text(n: float) -> str:
+def bytes_text(n: int | float) -> str:
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n >= size:
             return f"{n / size:.3g} {unit}"

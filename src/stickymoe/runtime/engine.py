@@ -409,5 +409,5 @@ def _capacity(store: Store, slots: int | None, memory: float | None, on_miss: On
             )
     if slots is None:
         return N
-    require(slots >= 1, "slots", slots, "a whole number ≥ 1")
+    require(isinstance(slots, int) and slots >= 1, "slots", slots, "a whole number ≥ 1")
     return min(slots, N)

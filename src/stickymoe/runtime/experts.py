@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.runtime import kernels
 from stickymoe.runtime.formats import FIELD_D
 from stickymoe.runtime.slots import Pool, Resident
-from stickymoe.runtime.store import Store
+from stickymoe.runtime.store import Contents, Store
 
 Kernel = Literal["torch", "compiled"]
 Order = Literal["expert", "weight"]  # outputs are added by ascending expert, or heaviest first
@@ -102,6 +102,34 @@ class Notes:
         return sets
 
 
+@runtime_checkable
+class Layers(Protocol):
+    """The expert layers of a model, as its host uses them."""
+
+    contents: Contents
+    kernel: Kernel
+    prefetch: str
+    predict: Predict | None
+
+    def dense(self) -> Path:
+        """The file of the dense part."""
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+
+    def compute(
+        self,
+        layer: int,
+        x: Float[Tensor, "n d"],
+        S: Int[Tensor, "n k"],
+        w: Float[Tensor, "n k"],
+        plain: Plain,
+        order: Order,
+        residents: Sequence[int] = (),
+    ) -> Float[Tensor, "n d"]:
+        """Σ w·expert(x) for every token, as the model itself computes it."""
+
+
 class Placed(NamedTuple):
     """The experts of a token in slots, as `kernels.experts` reads them; `which` is −1 for an expert of weight 0."""
 
@@ -121,7 +149,7 @@ class ExpertLayers:
         self.kernel = kernel
         self.prefetch = prefetch
         self.predict: Predict | None = None
-        contents = store.contents
+        self.contents = contents = store.contents
         self.reset()
         self.shared = contents.layers_per_pool > 1
         self._expert = kernels.expert_parallel if threads > 1 else kernels.expert
@@ -146,15 +174,14 @@ class ExpertLayers:
         x = np.zeros(d, np.float32)
         self._expert(np.zeros(layout.nbytes, np.uint8), layout.spec_array(), x, self._hidden, np.empty_like(x))
 
-    @property
     def dense(self) -> Path:
-        """The file of the dense part."""
+        """The file of the dense part, after its checksum was compared."""
         return self.store.require_dense()
 
     def reset(self) -> None:
         """Forget the notes of the text before."""
-        contents = self.store.contents
-        self.notes = Notes(contents.n_layers, contents.n_experts, contents.top_k)
+        c = self.contents
+        self.notes = Notes(c.n_layers, c.n_experts, c.top_k)
 
     def table(self, tokens: Sequence[int], *, other_bytes: int, share_block: int) -> RouteTable | None:
         """The routes of the text so far."""

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from stickymoe.errors import ConfigError
 from stickymoe.reading import reason
-from stickymoe.runtime.experts import ExpertLayers
+from stickymoe.runtime.experts import ExpertLayers, Layers
 from stickymoe.runtime.hosts import build_without_experts, expert_gates, install, torch_expert
 from stickymoe.runtime.llama import LlamaDecoder
 from stickymoe.runtime.sampling import Sampling
@@ -28,11 +28,18 @@ class TransformersHost:
 
     keeps_residents = False
 
-    def __init__(self, folder: Path, layers: ExpertLayers, threads: int) -> None:
+    def __init__(self, folder: Path, layers: Layers, threads: int) -> None:
         self.layers = layers
-        self.model: PreTrainedModel = build_without_experts(folder, dense=layers.dense)
+        self.model: PreTrainedModel = build_without_experts(folder, dense=layers.dense())
+        if not self.model.can_generate():
+            raise ConfigError(f"{folder} is a {type(self.model).__name__}, which does not generate text.")
         self._gates = expert_gates(self.model)
         self._installed = install(self.model, self._compute)
+        self._calls: dict[nn.Module, tuple[Any, ...]] = {}  # what each gate was called with last
+        self._known = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        if layers.prefetch == "next_layer":
+            for gate in self._gates:
+                gate.module.register_forward_pre_hook(self._note_call)
         self._tokenizer_folder = folder
         self._tokenizer: Any = None
         text_config = self.model.config.get_text_config()
@@ -95,6 +102,7 @@ class TransformersHost:
                 return
             if self.decoder is not None:
                 self._in_compiled_loops = True
+                assert isinstance(self.layers, ExpertLayers)
                 logits = decode_token(self.decoder, self.layers, token)
             else:
                 logits = self._forward([token], past).logits[0, -1].float().numpy()
@@ -119,13 +127,19 @@ class TransformersHost:
     ) -> Float[Tensor, "n d"]:
         return self.layers.compute(layer, x, S, w, lambda tensors, rows: torch_expert(module, tensors, rows), "expert")
 
+    def _note_call(self, gate: nn.Module, args: tuple[Any, ...]) -> None:
+        self._calls[gate] = args
+
     def _predict(self, layer: int, x: Float[Tensor, "1 d"]) -> list[int] | None:
         """What the gate of a layer chooses for the hidden state of the layer before."""
         if self.decoder is not None and self._in_compiled_loops:
             return self.decoder.predict(self.decoder.expert_layers[layer])
         gate = self._gates[layer]
-        reading = gate.read(gate.module(x))
-        w, order = reading.weights[0].sort(descending=True, stable=True)
-        N = self.layers.store.contents.n_experts
-        chosen = reading.indices[0, order]
+        hidden, *others = self._calls[gate.module]
+        if not all(other is None or id(other) in self._known for other in others):  # it reads more than hidden states
+            return None
+        reading = gate.read(gate.module(x.view(*[1] * (hidden.dim() - 1), -1), *others))
+        w, order = reading.weights.reshape(-1).sort(descending=True, stable=True)
+        N = self.layers.contents.n_experts
+        chosen = reading.indices.reshape(-1)[order]
         return [e for e, weight in zip(chosen.tolist(), w.tolist(), strict=True) if e < N and weight != 0]

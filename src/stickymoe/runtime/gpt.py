@@ -21,7 +21,7 @@ from stickymoe.reading import reason
 from stickymoe.routing.rules import RouterInput, Routing, kept_by
 from stickymoe.runs.settings import read_config
 from stickymoe.runtime.decoder import Decoder
-from stickymoe.runtime.experts import ExpertLayers
+from stickymoe.runtime.experts import ExpertLayers, Layers
 from stickymoe.runtime.sampling import Sampling
 from stickymoe.runtime.tokens import decode_token
 from stickymoe.training.build import build_model
@@ -31,7 +31,7 @@ from stickymoe.training.checkpoint import find_checkpoint, load_model
 class SlotExperts(nn.Module):
     """Takes the place of a layer's experts."""
 
-    def __init__(self, layer: int, layers: ExpertLayers) -> None:
+    def __init__(self, layer: int, layers: Layers) -> None:
         super().__init__()
         self.layer = layer
         self.layers = layers
@@ -64,7 +64,7 @@ def _keeps_residents(router: Router) -> bool:
 class RunHost:
     """A model of ours, from a store or (without experts) from its run folder."""
 
-    def __init__(self, folder: Path, layers: ExpertLayers | None, threads: int) -> None:
+    def __init__(self, folder: Path, layers: Layers | None, threads: int) -> None:
         self.layers = layers
         self.threads = threads
         self._now: tuple[DecodeCache, int] | None = None  # the state before a token of the model itself
@@ -86,9 +86,9 @@ class RunHost:
             with torch.device("meta"):  # nothing is allocated; the weights come from the store
                 self.model = build_model(config, vocab)
             self._use_slots(layers)
-            self.model.load_state_dict(load_file(layers.dense), strict=True, assign=True)
+            self.model.load_state_dict(load_file(layers.dense()), strict=True, assign=True)
         self.model.train(False)
-        compiled = layers is None or getattr(layers, "kernel", "torch") == "compiled"
+        compiled = layers is None or layers.kernel == "compiled"
         self.decoder = Decoder(self.model, threads=threads) if compiled else None
         if self.decoder is not None:
             self.decoder.warm_up()
@@ -98,7 +98,7 @@ class RunHost:
         self.context = config.model.seq_len
         self.vocab_size = vocab
 
-    def _use_slots(self, layers: ExpertLayers) -> None:
+    def _use_slots(self, layers: Layers) -> None:
         for layer, block in enumerate(self.model.blocks):
             if isinstance(block.ffn, MoE):
                 block.ffn.__dict__.pop("experts", None)  # experts of an earlier layer are not registered
@@ -142,6 +142,7 @@ class RunHost:
         """The logits after one more token, in compiled loops."""
         assert self.decoder is not None
         self._now = None
+        assert self.layers is None or isinstance(self.layers, ExpertLayers)
         return decode_token(self.decoder, self.layers, token)
 
     def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:

@@ -17,7 +17,7 @@ from stickymoe.runtime.store import INDEX, Store
 
 if TYPE_CHECKING:
     from stickymoe.runtime.engine import Host
-    from stickymoe.runtime.experts import ExpertLayers
+    from stickymoe.runtime.experts import Layers
 
 Progress = Callable[[str, int], Any]  # title, number of experts → a context manager that gives the function to call
 
@@ -61,7 +61,7 @@ def open_store(
         return pack(source, folder, plan, progress=advance)
 
 
-def open_host(folder: Path, layers: ExpertLayers | None, threads: int) -> Host:
+def open_host(folder: Path, layers: Layers | None, threads: int) -> Host:
     """The model of a store around its expert layers, or a model without experts."""
     if (folder / "config.yaml").is_file():
         from stickymoe.runtime.gpt import RunHost

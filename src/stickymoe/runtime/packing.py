@@ -7,7 +7,7 @@ sample. All experts begin with four bits, and the most important ones get eight,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from stickymoe.reading import read_text
 from stickymoe.runs.config import DataConfig
 from stickymoe.runtime.checkpoints import Checkpoint, open_checkpoint
 from stickymoe.runtime.engine import Host, parsed_bytes
-from stickymoe.runtime.experts import Order, Plain
+from stickymoe.runtime.experts import Kernel, Order, Plain, Predict
 from stickymoe.runtime.formats import PRECISIONS, ExpertLayout, Precision
 from stickymoe.runtime.opening import Progress, open_host
 from stickymoe.runtime.pack import Plan, contents_of, default_precision, pack, planned_bytes, uniform
@@ -136,16 +136,16 @@ class Sample:
     def importance(self, partial: Path) -> Float[np.ndarray, "pools experts"]:
         """The sum of the routing weights of every expert, with the weights as they were saved."""
         layers = SourceLayers(self.source, partial / DENSE)
-        self._before, _ = self._score(open_host(partial, layers, 1))  # type: ignore[arg-type]
+        self._before, _ = self._score(open_host(partial, layers, 1))
         return layers.importance
 
     def cost(self, store: Store) -> Cost:
         """Score both. Weights as they were saved are read from the checkpoint, one expert at a time."""
         if self._before is None:
             saved = SourceLayers(self.source, store.require_dense())
-            self._before, _ = self._score(open_host(store.folder, saved, 1))  # type: ignore[arg-type]
+            self._before, _ = self._score(open_host(store.folder, saved, 1))
         packed = SourceLayers(StoredExperts(store), store.require_dense())
-        after, n = self._score(open_host(store.folder, packed, 1))  # type: ignore[arg-type]
+        after, n = self._score(open_host(store.folder, packed, 1))
         return Cost(self._before, after, n)
 
     def _score(self, host: Host) -> tuple[float, int]:
@@ -191,15 +191,20 @@ class SourceLayers:
 
     def __init__(self, source: Any, dense: Path) -> None:
         self.contents: Contents = getattr(source, "contents", None) or contents_of(source)
-        self.dense = dense
-        self.predict: Any = None
+        self.kernel: Kernel = "torch"
+        self.prefetch = "none"
+        self.predict: Predict | None = None
+        self._dense = dense
         self._source = source
         self._kept: dict[tuple[int, int], list[Tensor]] = {}
         self._room = _KEPT_BYTES
         self.importance = np.zeros((self.contents.n_pools, self.contents.n_experts))
 
+    def dense(self) -> Path:
+        return self._dense
+
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Nothing is noted of a forward pass."""
 
     def _expert(self, pool: int, e: int) -> list[Tensor]:
         if (pool, e) in self._kept:
@@ -219,6 +224,7 @@ class SourceLayers:
         w: Float[Tensor, "n k"],
         plain: Plain,
         order: Order,
+        residents: Sequence[int] = (),
     ) -> Float[Tensor, "n d"]:
         pool, names = layer // self.contents.layers_per_pool, [t.name for t in self.contents.spec.tensors]
         y = torch.zeros_like(x)

@@ -105,8 +105,9 @@ class Pool:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What the cache counted since the text began."""
-        return {name: now - before for name, now, before in zip(COUNTS, self._counts(), self._counted, strict=True)}
+        """What the cache counted since the text began. What was prefetched before it is not its waste."""
+        pairs = zip(COUNTS, self._counts(), self._counted, strict=True)
+        return {name: max(now - before, 0) for name, now, before in pairs}
 
     def _counts(self) -> list[int]:
         stats = self.cache.stats
