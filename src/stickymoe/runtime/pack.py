@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from stickymoe import files
 from stickymoe.errors import StoreError, require
+from stickymoe.locality.plan import bytes_text
 from stickymoe.reading import parse_json, reason
 from stickymoe.runtime.checkpoints import Checkpoint
 from stickymoe.runtime.formats import PRECISIONS, ExpertLayout, Precision
@@ -107,7 +108,7 @@ def _require_space(source: Checkpoint, plan: Plan, partial: Path) -> None:
     needed, free = planned_bytes(source, plan) - done, shutil.disk_usage(partial).free
     if needed > free:
         raise StoreError(
-            f"{partial.parent} has {free / 1e6:,.0f} MB free, but the experts need {needed / 1e6:,.0f} MB. "
+            f"{partial.parent} has {bytes_text(free)} free, but the experts need {bytes_text(needed)}. "
             "Choose another folder, or fewer bits with --experts."
         )
 
