@@ -57,7 +57,7 @@ def test_every_variant_follows_the_law(name, kernel, store_of):
                 tokens, expected = reference.setdefault(len(ids), (out.tokens, logits))
                 assert out.tokens == tokens
                 assert np.array_equal(logits, expected)
-                require_predicted(engine, out, policy="lru", prefetch=prefetch, on_miss=on_miss)
+                require_predicted(engine, out, policy=engine.policy, prefetch=prefetch, on_miss=on_miss)
 
 
 @pytest.mark.parametrize("on_miss", ["load", "bypass"])
@@ -427,7 +427,7 @@ def test_a_store_is_packed_once_and_again_when_the_model_changes(tmp_path, monke
     write_run(tmp_path / "run")
     tokens, folder = text()
     assert text() == (tokens, folder)
-    assert packed == [("pack run", 20)]
+    assert packed == [(f"pack run into {folder}", 20)]
 
     shutil.rmtree(tmp_path / "run")
     write_run(tmp_path / "run", "vanilla", "--seed", "5")
