@@ -233,6 +233,8 @@ class Cache:
             for e in asked:
                 s[p.HINT, e] = self._next_use(e)
         self._request(s, kind, entries, 0, len(asked))
+        if not s.item(p.VAR, p.LOADS) and not self._in_flight:  # a short cut: nothing to load or to wait for
+            return Outcome(tuple(asked if kind != PREFETCH else asked[: self.capacity]), ())
         expert, slot, evicted = s[p.LOADED : p.EVICTED + 1, : s.item(p.VAR, p.LOADS)].tolist()
         loads = tuple(
             [

@@ -77,8 +77,8 @@ def calibrate(
 
 
 def _generate(engine: Engine, tokens: int) -> Stats:
-    """Decode after a prompt of one token, with slots that are already in use."""
-    stats = engine.generate([0], max_new_tokens=tokens, stop_ids=(), warm=True).stats
+    """Decode after a prompt of one token, with slots that are already in use; greedy text of a small model repeats."""
+    stats = engine.generate([0], max_new_tokens=tokens, do_sample=True, stop_ids=(), warm=True).stats
     # The prompt's misses are not decoded tokens' misses.
     return replace(stats, misses=stats.misses - stats.prompt_misses)
 

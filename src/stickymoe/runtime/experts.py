@@ -248,15 +248,15 @@ class ExpertLayers:
         evicts = self.shared and self.prefetch == "next_layer"
         if len(asked) > pool.cache.capacity or pool.bypasses or evicts:
             return self._one_by_one(layer, asked, dict(zip(S.tolist(), w.tolist(), strict=True)), h)
-        arriving = pool.bring(asked)
-        slots = {}
+        arriving = pool.bring_all(asked)
+        slots = arriving if isinstance(arriving, dict) else {}
         if self.prefetch == "next_layer":
-            for found in arriving:  # demands are queued before prefetches
-                slots[found.expert] = found.slot
-                break
+            first = None if isinstance(arriving, dict) else next(arriving)  # demands are queued before prefetches
             self.after_request(layer, torch.from_numpy(h)[None])
-        for found in arriving:
-            slots[found.expert] = found.slot
+            if first is not None:
+                slots[first.expert] = first.slot
+        if not isinstance(arriving, dict):
+            slots |= {found.expert: found.slot for found in arriving}
         entries = self.store.entries[pool.number]
         which = np.array([slots.get(e, -1) for e in S.tolist()])
         if self._uniform is not None:

@@ -43,6 +43,8 @@ class Chooser:
         s = self.sampling
         if not s.do_sample:
             return int(logits.argmax())
+        if not s.top_k and s.top_p == 1:  # no need to sort
+            return self._draw(logits)
         order = np.argsort(-logits, kind="stable")[: s.top_k or None]
         below = logits[order].astype(np.float64) - float(logits[order[0]])
         with np.errstate(over="ignore"):  # at a very low temperature only the first one is left
@@ -50,3 +52,10 @@ class Chooser:
         p /= p.sum()
         kept = int(np.searchsorted(p.cumsum(), s.top_p)) + 1
         return int(self._random.choice(order[:kept], p=p[:kept] / p[:kept].sum()))
+
+    def _draw(self, logits: Float[np.ndarray, " V"]) -> int:
+        """A draw among all tokens."""
+        below = logits.astype(np.float64) - float(logits.max())
+        with np.errstate(over="ignore"):
+            total = np.exp(below / self.sampling.temperature).cumsum()
+        return int(np.searchsorted(total, self._random.random() * total[-1], side="right"))

@@ -85,6 +85,14 @@ class Pool:
         """What the router of a layer keeps resident, before the request of that layer."""
         self.cache.set_residents(experts, layer=layer)
 
+    def bring_all(self, experts: Sequence[int]) -> dict[int, int] | Iterator[Resident]:
+        """`bring` experts that fit together: their slots if all of them are in memory already."""
+        self._commit()
+        outcome = self.cache.request(experts)
+        if outcome.loads or outcome.late:
+            return self._serve(outcome)
+        return {e: self._slot[e] for e in experts}
+
     def prefetch(self, experts: Sequence[int]) -> None:
         """Reserve slots for the experts that are expected next, and read them while nothing else is read."""
         self._commit()
