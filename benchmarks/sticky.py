@@ -57,15 +57,20 @@ def compare(runs: dict[str, Path], rounds: int) -> dict[str, Any]:
     for engine in engines.values():
         engine.close()
     pairs = list(zip(found["sticky"][1:], found["vanilla"][1:], strict=True))  # the first text fills the slots
-    low, speed, high = median_interval([sticky[0] / vanilla[0] for sticky, vanilla in pairs])
-    misses = sum(v[1] for _, v in pairs) / sum(s[1] for s, _ in pairs)
+    speeds = [sticky[0] / vanilla[0] for sticky, vanilla in pairs]
+    misses = [vanilla[1] / max(sticky[1], 1 / TOKENS) for sticky, vanilla in pairs]
     return {
-        "speed": {"low": round(low, 3), "median": round(speed, 3), "high": round(high, 3)},
-        "miss_ratio": round(misses, 3),
-        "share": round(speed / misses, 3),
+        "speed": interval(speeds),
+        "misses": interval(misses),
+        "share": interval([speed / ratio for speed, ratio in zip(speeds, misses, strict=True)]),
         "tokens_per_s": {name: [round(s, 2) for s, _ in rows[1:]] for name, rows in found.items()},
         "misses_per_token": {name: [round(m, 4) for _, m in rows[1:]] for name, rows in found.items()},
     }
+
+
+def interval(values: list[float]) -> dict[str, float]:
+    """The median with its 95 % interval."""
+    return dict(zip(("low", "median", "high"), (round(x, 3) for x in median_interval(values)), strict=True))
 
 
 def predict(name: str, run: Path, rounds: int) -> list[dict[str, Any]]:
@@ -83,13 +88,12 @@ def predict(name: str, run: Path, rounds: int) -> list[dict[str, Any]]:
                 (point,) = stickymoe.plan(out.table, device, policies=["lru"]).points["lru"][slots - 1 : slots]
                 ratios.append(point.tokens_per_s / out.stats.tokens_per_s)
                 speeds.append(out.stats.tokens_per_s)
-        low, middle, high = median_interval(ratios)
         rows.append(
             {
                 "model": name,
                 "slots": slots,
                 "tokens_per_s": round(sorted(speeds)[len(speeds) // 2], 2),
-                "plan": {"low": round(low, 3), "median": round(middle, 3), "high": round(high, 3)},
+                "plan": interval(ratios),
             }
         )
     return rows
@@ -103,12 +107,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         runs = {name: trained(args.runs or Path(temporary), name) for name in MODELS}
         compared = compare(runs, args.rounds)
-        s = compared["speed"]
-        print(
-            f"sticky : vanilla, tokens/s at {SLOTS} of 4 slots, {THROTTLE}/s   {s['median']:.2f} ({s['low']:.2f} to "
-            f"{s['high']:.2f}); misses {compared['miss_ratio']:.2f} × fewer; share {compared['share']:.2f}  "
-            "(target ≥ 0.85)"
-        )
+        for what, key, target in (
+            (f"tokens/s at {SLOTS} of 4 slots, {THROTTLE}/s", "speed", ""),
+            ("misses, vanilla : sticky", "misses", ""),
+            ("ratio of tokens/s : ratio of misses", "share", "  (target ≥ 0.85)"),
+        ):
+            found = compared[key]
+            print(f"{what:45} {found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f}){target}")
         planned = [row for name, run in runs.items() for row in predict(name, run, args.rounds)]
         for row in planned:
             p = row["plan"]
