@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from alone import alone
 from lively import enliven, random_tokens
 from stickymoe.errors import ConfigError, StickyError
 from stickymoe.models.gpt import GPT, DecodeCache
@@ -235,6 +236,7 @@ def test_sentences_end_spans():
         decoder.begin(0)
 
 
+@alone
 def test_threads_do_not_change_the_logits():
     sizes = ModelConfig(**SIZES | {"d_model": 40})
     model = enliven(build_model(RunConfig(model=sizes, variant=variant("dense")), 1001)).requires_grad_(False)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
+from alone import alone
 from stickymoe.runtime import kernels
 from stickymoe.runtime.formats import ACTIVATIONS, PRECISIONS, ExpertLayout
 from tests.runtime.experts import PLAIN_ACTIVATIONS, expert_spec, plain_expert, random_tensors, specs
@@ -59,9 +60,13 @@ def test_experts_of_any_shape_are_the_plain_ones(precision, spec, rng, scale):
 
 
 @precisions
+def test_threads_do_not_change_a_bit(precision):
+    alone(check_threads)(precision)
+
+
 @costly
 @given(spec=specs(), rng=seeds(), threads=st.integers(1, numba.config.NUMBA_NUM_THREADS))
-def test_threads_do_not_change_a_bit(precision, spec, rng, threads):
+def check_threads(precision, spec, rng, threads):
     case = Case(spec, precision, rng)
     before = numba.get_num_threads()
     numba.set_num_threads(threads)
@@ -73,9 +78,13 @@ def test_threads_do_not_change_a_bit(precision, spec, rng, threads):
 
 
 @precisions
+def test_the_sum_over_experts_is_added_in_order(precision):
+    alone(check_sum)(precision)
+
+
 @costly
 @given(spec=specs(), rng=seeds())
-def test_the_sum_over_experts_is_added_in_order(precision, spec, rng):
+def check_sum(precision, spec, rng):
     cases = [Case(spec, precision, rng) for _ in range(4)]
     which = rng.permutation(4)[:3]
     w = rng.random(3).astype(np.float32)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import MixtralForCausalLM, PreTrainedModel
 
+from alone import alone
 from stickymoe.errors import ConfigError
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.streams import Access
@@ -181,6 +182,7 @@ def test_a_text_can_begin_without_a_prompt(case):
 
 
 @every_case
+@alone
 def test_threads_do_not_change_a_bit(case):
     model = model_of(case)
     decoders, slots = [decoder_of(model, threads) for threads in (1, 2)], Slots(model)
@@ -194,6 +196,7 @@ def test_threads_do_not_change_a_bit(case):
         np.testing.assert_equal(one, two)
 
 
+@alone
 def test_threads_do_not_change_a_bit_of_bf16_matrices():
     model = model_of("qwen3 with a dense layer", hidden_size=96, intermediate_size=136).bfloat16()
     slots = Slots(model)
@@ -329,6 +332,7 @@ def test_every_capacity_gives_the_text_of_transformers(case, tmp_path):
     [{"prefetch": "next_layer"}, {"prefetch": "previous"}, {"on_miss": "bypass"}, {"policy": "lfu"}, {"threads": 2}],
     ids=str,
 )
+@alone
 def test_settings_of_the_cache_do_not_change_the_text(case, settings, tmp_path):
     model = model_of(case)
     access = Access(prefetch="recorded" if "prefetch" in settings else None, on_miss=settings.get("on_miss", "load"))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from offloading import RUNS, generate, plain_model, plain_text, require_predicted, write_run
 from packing import UNSUPPORTED
 
+from alone import alone
 from stickymoe.errors import ConfigError, StoreError
 from stickymoe.locality.policies import policy_names
 from stickymoe.runtime.engine import offload
@@ -260,6 +261,7 @@ def test_a_precision_computes_with_its_decoded_weights(experts, kernel, store_of
     np.testing.assert_allclose(logits, decoded_logits, rtol=0, atol=1e-4 * np.abs(decoded_logits).max())
 
 
+@alone
 def test_threads_do_not_change_the_text(store_of):
     with offload(store_of("vanilla", "int8"), threads=2) as engine:
         expected, expected_logits = generate(engine, PROMPT)
