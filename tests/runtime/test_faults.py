@@ -344,15 +344,15 @@ def test_ctrl_c_ends_the_text_and_keeps_it(store, prefetch):
 def test_ctrl_c_in_a_forward_pass_leaves_out_its_token(store, monkeypatch):
     engine = offload(store, slots=2)
     pool, calls = engine.layers.pools[2], []
-    bring = pool.bring
+    bring = pool.bring_all  # of a decoded token
 
     def interrupted(*args, **kwargs):
         calls.append(args)
-        if len(calls) == 4:
+        if len(calls) == 3:
             raise KeyboardInterrupt
         return bring(*args, **kwargs)
 
-    monkeypatch.setattr(pool, "bring", interrupted)
+    monkeypatch.setattr(pool, "bring_all", interrupted)
     out = engine.generate(PROMPT, max_new_tokens=8)
     assert out.interrupted
     assert len(out.tokens) == 3
