@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stickymoe.cli.parsing import Parser, make_parser, names
-from stickymoe.cli.printing import print_lines, write_json
+from stickymoe.cli.printing import print_lines, progress, write_json
 from stickymoe.errors import StickyError
 from stickymoe.runs.adaptation import AdaptConfig
 
@@ -54,22 +51,6 @@ def _load(args: argparse.Namespace, most: int | None) -> tuple[Loaded, list[Tens
     return loaded, rows
 
 
-@contextlib.contextmanager
-def _progress(title: str, tokens: int) -> Iterator[Callable[[int], None]]:
-    """Progress over tokens on the error stream, with the time left."""
-    from stickymoe.training.progress import Display
-
-    done, started = 0, time.monotonic()
-
-    def advance(n: int) -> None:
-        nonlocal done
-        done += n
-        display.step(min(done, tokens), {}, done / max(time.monotonic() - started, 1e-9))
-
-    with Display(title, tokens, 0) as display:
-        yield advance
-
-
 def profile_command(argv: list[str]) -> None:
     parser = _checkpoint_parser("profile", "Record how a checkpoint routes a text; simulate and plan take the result.")
     _add_dtype(parser)
@@ -91,8 +72,8 @@ def profile_command(argv: list[str]) -> None:
     out = args.out or Path("traces") / Path(args.model).name
     loaded, rows = _load(args, args.tokens)
     total = sum(len(row) for row in rows) + args.generate * len(rows)
-    with _progress(f"profile {loaded.name}", total) as progress:
-        found = profile(loaded, rows, out, generate=args.generate, batch_size=args.batch_size, progress=progress)
+    with progress(f"profile {loaded.name}", total) as advance:
+        found = profile(loaded, rows, out, generate=args.generate, batch_size=args.batch_size, progress=advance)
     trace = Trace(out, loaded.name, found.table)
     misses = study(found.table)
     lines: list[Any] = [trace.description]
@@ -130,9 +111,9 @@ def reroute_command(argv: list[str]) -> None:
     sizes = sizes_of(loaded, rows)
     slots = _slots(args.slots, sizes[0])
     runs = 1 + sum(len(strengths(rule, *sizes)) for rule in rules if rule in RULES)
-    with _progress(f"reroute {loaded.name}", runs * sum(len(row) for row in rows)) as progress:
+    with progress(f"reroute {loaded.name}", runs * sum(len(row) for row in rows)) as advance:
         found = sweep_rules(
-            loaded, rows, slots=slots, rules=rules, policy=args.policy, batch_size=args.batch_size, progress=progress
+            loaded, rows, slots=slots, rules=rules, policy=args.policy, batch_size=args.batch_size, progress=advance
         )
     values = [row.as_dict() for row in found]
     if args.json is not None:

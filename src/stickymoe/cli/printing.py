@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,22 @@ def print_lines(lines: Sequence[str | Table | None]) -> None:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         elif line is not None:
             console.print(terminal(line), highlight=False, markup=False)
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int, unit: str = "tok/s") -> Iterator[Callable[[int], None]]:
+    """Progress on the error stream, with the speed and the time left; call what it gives with what is done."""
+    from stickymoe.training.progress import Display
+
+    done, started = 0, time.monotonic()
+
+    def advance(n: int) -> None:
+        nonlocal done
+        done += n
+        display.step(min(done, total), {}, done / max(time.monotonic() - started, 1e-9), unit)
+
+    with Display(title, total, 0) as display:
+        yield advance
 
 
 def write_json(file: Path, value: Any) -> None:

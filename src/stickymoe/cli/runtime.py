@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stickymoe.cli.parsing import Parser, make_parser, require_outside_runs
-from stickymoe.cli.printing import write_json
+from stickymoe.cli.printing import progress, write_json
 from stickymoe.errors import StickyError
 
 if TYPE_CHECKING:
@@ -179,20 +178,8 @@ def stats_of(engine: Engine, out: Generation) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _progress(title: str, experts: int) -> Iterator[Callable[[int], None]]:
-    """Progress over experts on the error stream, with the time left."""
-    from stickymoe.training.progress import Display
-
-    done, started = 0, time.monotonic()
-
-    def advance(n: int) -> None:
-        nonlocal done
-        done += n
-        display.step(min(done, experts), {}, done / max(time.monotonic() - started, 1e-9), unit="experts/s")
-
-    with Display(title, experts, 0) as display:
-        yield advance
+def _progress(title: str, experts: int) -> AbstractContextManager[Callable[[int], None]]:
+    return progress(title, experts, "experts/s")
 
 
 def pack_command(argv: list[str]) -> None:
