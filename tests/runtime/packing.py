@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stickymoe.runtime.checkpoints import Checkpoint
-from stickymoe.runtime.hosts import DENSE_FILE, torch_expert
+from stickymoe.runtime.hosts import torch_expert
+from stickymoe.runtime.store import DENSE
 
 # The families whose experts do not go through the experts functions of transformers.
 UNSUPPORTED = {
@@ -29,7 +30,7 @@ UNSUPPORTED = {
 def pack(checkpoint: Checkpoint, folder: Path) -> Path:
     """Write what a model without experts is built from."""
     checkpoint.copy_config(folder)
-    save_file(dict(checkpoint.dense()), folder / DENSE_FILE)
+    save_file(dict(checkpoint.dense()), folder / DENSE)
     return folder
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from stickymoe.errors import ConfigError, DataError, StickyError
 from stickymoe.runtime.checkpoints import open_checkpoint
-from stickymoe.runtime.hosts import DENSE_FILE, build_without_experts, expert_gates, expert_spec, install, torch_expert
+from stickymoe.runtime.hosts import build_without_experts, expert_gates, expert_spec, install, torch_expert
+from stickymoe.runtime.store import DENSE
 from tests.huggingface.tiny import FAMILIES, batch, tiny
 
 SUPPORTED = [family for family in FAMILIES if family not in UNSUPPORTED]
@@ -138,22 +139,22 @@ def mixtral(tmp_path: Path) -> Path:
     ids=["missing", "surplus", "shape", "an expert"],
 )
 def test_a_dense_part_that_does_not_fit_is_refused(mixtral, change, message):
-    tensors = load_file(mixtral / DENSE_FILE)
+    tensors = load_file(mixtral / DENSE)
     change(tensors)
-    save_file(tensors, mixtral / DENSE_FILE)
+    save_file(tensors, mixtral / DENSE)
     with pytest.raises(DataError, match=message):
         build_without_experts(mixtral)
 
 
 def test_a_damaged_dense_part_is_refused(mixtral):
-    content = (mixtral / DENSE_FILE).read_bytes()
-    (mixtral / DENSE_FILE).write_bytes(content[:-10])
+    content = (mixtral / DENSE).read_bytes()
+    (mixtral / DENSE).write_bytes(content[:-10])
     with pytest.raises(DataError, match=r"dense.safetensors is damaged: the header entry of .* does not fit the file"):
         build_without_experts(mixtral)
-    (mixtral / DENSE_FILE).write_bytes(content[:50])
+    (mixtral / DENSE).write_bytes(content[:50])
     with pytest.raises(DataError, match="expected a safetensors file with a header"):
         build_without_experts(mixtral)
-    (mixtral / DENSE_FILE).unlink()
+    (mixtral / DENSE).unlink()
     with pytest.raises(DataError, match=r"cannot be read .No such file"):
         build_without_experts(mixtral)
 

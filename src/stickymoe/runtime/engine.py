@@ -1,8 +1,10 @@
 """`offload`: generate text with experts on disk and a few slots per layer in memory.
 
-engine = stickymoe.offload("runs/soft", slots=2, policy="lru")
-out = engine.generate([11, 42], max_new_tokens=64)
-out.tokens, out.stats.misses, out.table
+    engine = stickymoe.offload("runs/soft", slots=2, policy="lru")
+    out = engine.generate([11, 42], max_new_tokens=64)
+    out.tokens, out.stats.misses, out.table
+
+The text does not depend on the slots, and replaying the table gives the counts.
 """
 
 from __future__ import annotations

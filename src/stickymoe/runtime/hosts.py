@@ -25,9 +25,9 @@ from stickymoe.errors import ConfigError, DataError, StickyError
 from stickymoe.huggingface.gates import Gate, family_of, find_gates, offer
 from stickymoe.reading import read_json, reason
 from stickymoe.runtime.formats import ExpertSpec, TensorSpec
+from stickymoe.runtime.store import DENSE
 from stickymoe.runtime.tensors import entries_of
 
-DENSE_FILE = "dense.safetensors"
 # Not offered in messages. What is refused is decided by the structure of a model.
 NOT_PACKED = ("dbrx", "ernie4_5_vl_moe", "jetmoe", "llama4", "longcat_flash", "step3p7")
 _PACK_AGAIN = "Pack the model again."
@@ -213,7 +213,7 @@ def build_without_experts(
     dense: the file of the other weights; by default that of the folder
     dtype: of everything that transformers does not keep in fp32; by default as `from_pretrained` chooses
     """
-    file = dense or folder / DENSE_FILE
+    file = dense or folder / DENSE
     entries = entries_of(file)
     saved = next((e.dtype for e in entries.values() if e.dtype.is_floating_point), torch.float32)
     model, dtype = bare_model(folder, dtype, saved)
