@@ -27,6 +27,7 @@ test: setup
 results: setup
 	$(BIN)/stickymoe report results/paper -o docs/results.html --paper
 	$(BIN)/python results/frontier_page.py
+	$(BIN)/python results/traces.py
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """From misses to milliseconds: the equation, the knee, and the smallest cache that does it or why none does."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,15 @@ def test_a_token_costs_its_compute_and_its_loads(table):
         assert p.memory == C * table.n_layers * 50 + 8
         assert p.tokens_per_s == pytest.approx(1000 / expected)
     assert found.compute_ms == pytest.approx(1000 * active / 4000)
+
+
+@pytest.mark.parametrize("overlap", [0.1, 1.0])
+def test_overlap_hides_loads_up_to_a_fraction_of_the_compute(overlap):
+    serial, faster = (plan(table(), d, policies=["lru"]) for d in (DEVICE, replace(DEVICE, overlap=overlap)))
+    for s, f in zip(serial.points["lru"], faster.points["lru"], strict=True):
+        hidden = min(s.ms_per_token - serial.compute_ms, overlap * serial.compute_ms)
+        assert f.ms_per_token == pytest.approx(s.ms_per_token - hidden)
+        assert f.loads_per_token == s.loads_per_token
 
 
 @costly

@@ -85,6 +85,10 @@ def test_loads_that_a_speed_leaves_time_for():
     left = (1000 / 20 - compute) / load / 2
     asked = report.loads_note(t, plan(t.table, DEVICE, tokens_per_s=20.0))
     assert asked == f"{note}; at 20 tokens/s there is time for {left:.3g} loads per token and layer"
+    overlapping = report.loads_note(t, plan(t.table, replace(DEVICE, overlap=1.0), tokens_per_s=20.0))
+    assert (
+        overlapping == f"{note}; at 20 tokens/s there is time for {1000 / 20 / load / 2:.3g} loads per token and layer"
+    )
 
 
 def test_a_plan_shows_the_chosen_capacities_the_knee_and_the_answer():

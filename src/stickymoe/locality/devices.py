@@ -29,9 +29,10 @@ class Device:
     """A device profile.
 
     fast_memory: bytes of the memory that the device computes from
-    load_bandwidth: bytes per second from slow memory into fast memory
+    load_bandwidth: bytes per second from slow memory into a slot of the cache, including the time to make room there
     load_latency_ms: milliseconds before the first byte of a load arrives
     compute_bandwidth: bytes of weights per second that decoding reads; a token reads its active weights
+    overlap: fraction of the compute time in which the runtime also loads; 0 if it loads and computes in turn
     """
 
     name: str
@@ -39,6 +40,7 @@ class Device:
     load_bandwidth: float
     load_latency_ms: float
     compute_bandwidth: float
+    overlap: float = 0.0
     sources: tuple[str, ...] = ()
 
     def load_ms(self, n_bytes: float) -> float:
@@ -48,6 +50,10 @@ class Device:
     def compute_ms(self, active_bytes: float) -> float:
         """Milliseconds to compute one token when all its weights are resident."""
         return 1000 * active_bytes / self.compute_bandwidth
+
+    def token_ms(self, compute_ms: float, loads_ms: float) -> float:
+        """Milliseconds of a token that computes and loads for so long; overlap hides some of its loads."""
+        return compute_ms + loads_ms - min(loads_ms, self.overlap * compute_ms)
 
 
 def parse_bytes(text: str, key: str = "bytes") -> float:
@@ -82,7 +88,7 @@ def load_device(name: str) -> Device:
 
 
 def parse_device(text: str, source: str) -> Device:
-    """A profile from YAML; every number is required."""
+    """A profile from YAML; every number but `overlap` is required."""
     fields = parse_yaml(text, f"device {source}", ConfigError)
     known = [f.name for f in dataclasses.fields(Device)]
     if not isinstance(fields, dict):
@@ -96,7 +102,13 @@ def parse_device(text: str, source: str) -> Device:
         raise ConfigError(f"device {source}: name: got {shown(name)}, expected text.")
     if not isinstance(sources, list) or not all(isinstance(s, str) for s in sources):
         raise ConfigError(f"device {source}: sources: got {shown(sources)}, expected a list of texts.")
-    return Device(name=name, sources=tuple(sources), **figures)
+    return Device(name=name, overlap=_fraction(fields.get("overlap", 0.0), source), sources=tuple(sources), **figures)
+
+
+def _fraction(value: Any, source: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"device {source}: overlap: got {shown(value)}, expected a number from 0 to 1.")
+    return float(value)
 
 
 def _figure(fields: dict[str, Any], key: str, source: str) -> float:

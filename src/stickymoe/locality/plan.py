@@ -1,6 +1,7 @@
 """`plan`: what every cache costs on a device, and the smallest one that meets a budget.
 
 τ = τ_compute + Σ loads · τ_load per token: the paper's step latency, with every miss counted, since k > 1.
+If the device overlaps loads with compute, some of them are hidden.
 """
 
 from __future__ import annotations
@@ -181,6 +182,7 @@ def cache_points(
         else:
             slots, misses = [capacity] * n_caches, curve.misses[:, i].tolist()
         loads = list(zip(misses, slot_bytes, strict=True))
+        loads_ms = sum(n * device.load_ms(size) for n, size in loads) / curve.tokens
         points.append(
             Point(
                 policy=curve.policy,
@@ -189,7 +191,7 @@ def cache_points(
                 miss_rate=sum(misses) / int(curve.accesses.sum()),
                 loads_per_token=sum(misses) / curve.tokens,
                 bytes_per_token=sum(n * size for n, size in loads) / curve.tokens + table.row_bytes,
-                ms_per_token=compute_ms + rows_ms + sum(n * device.load_ms(size) for n, size in loads) / curve.tokens,
+                ms_per_token=device.token_ms(compute_ms, rows_ms + loads_ms),
             )
         )
     return points

@@ -103,6 +103,7 @@ def loads_note(trace: Trace, plan: Plan) -> str:
     speed = f"at {speed_text(plan.budget.tokens_per_s)} tokens/s there is"
     if left < 0:
         return f"{note}; {speed} no time for loads"
+    left += plan.device.overlap * plan.compute_ms
     return f"{note}; {speed} time for {left / (load * trace.table.n_layers):.3g} loads per token and layer"
 
 
