@@ -18,6 +18,7 @@ from alone import alone
 from stickymoe.errors import ConfigError, StoreError
 from stickymoe.locality.policies import policy_names
 from stickymoe.runtime.engine import offload
+from stickymoe.runtime.opening import open_store
 from stickymoe.runtime.sampling import Sampling
 from tests.huggingface.tiny import FAMILIES, tiny
 
@@ -450,5 +451,10 @@ def test_a_store_of_another_model_is_not_used(store_of, run_of, tmp_path):
     (tmp_path / "store" / "store.json").write_text("damaged")
     with pytest.raises(StoreError, match="damaged"):
         offload(run_of("vanilla"), store=tmp_path / "store")
+    found = open_store(run_of("vanilla"), store=tmp_path / "store", replace=True)
+    assert found.contents == open_store(store_of("vanilla")).contents
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(StoreError, match="exists already"):
+        open_store(run_of("vanilla"), store=tmp_path / "mine", replace=True)
     with offload(run_of("vanilla"), store=tmp_path / "new", experts="int8") as engine:
         assert engine.layers.store.precision == "int8"

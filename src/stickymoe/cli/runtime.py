@@ -97,12 +97,17 @@ def add_engine_options(parser: Parser) -> None:
     parser.add_argument("--store", type=Path, metavar="DIR", help="where the store is packed (default: user's cache)")
 
 
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of `offload` in the options of `add_engine_options`."""
+    names = ("slots", "memory", "policy", "prefetch", "on_miss", "kernel", "io", "throttle", "threads", "experts")
+    return {name: getattr(args, name) for name in names} | {"store": args.store, "progress": _progress}
+
+
 def open_engine(args: argparse.Namespace) -> Engine:
     """The engine of the options of `add_engine_options`."""
     from stickymoe.runtime.engine import offload
 
-    names = ("slots", "memory", "policy", "prefetch", "on_miss", "kernel", "io", "throttle", "threads", "experts")
-    engine = offload(args.model, store=args.store, progress=_progress, **{name: getattr(args, name) for name in names})
+    engine = offload(args.model, **engine_settings(args))
     if engine.io == "buffered" and args.io == "direct":
         print("stickymoe: this file system has no direct I/O; reads are buffered", file=sys.stderr)
     return engine
@@ -122,26 +127,19 @@ def _prompt(given: str | None) -> str:
 
 
 class _Printer:
-    """Prints text as it comes. A token can end inside a character; then the text waits for the next token."""
+    """Prints text as it comes."""
 
     def __init__(self, engine: Engine) -> None:
-        self._decode = engine.host.decode
-        self._tokens: list[int] = []
-        self._shown = self._start = 0
+        from stickymoe.runtime.streaming import TextStream
+
+        self._stream = TextStream(engine.host.decode)
 
     def __call__(self, token: int) -> None:
-        self._tokens.append(token)
-        before = self._decode(self._tokens[self._start : self._shown])
-        now = self._decode(self._tokens[self._start :])
-        if len(now) > len(before) and not now.endswith("�"):
-            sys.stdout.write(now[len(before) :])
-            sys.stdout.flush()
-            # What comes before can change how a token reads, so the last piece is decoded again with the next.
-            self._start, self._shown = self._shown, len(self._tokens)
+        sys.stdout.write(self._stream.push(token))
+        sys.stdout.flush()
 
     def end(self) -> None:
-        before = self._decode(self._tokens[self._start : self._shown])
-        sys.stdout.write(self._decode(self._tokens[self._start :])[len(before) :] + "\n")
+        sys.stdout.write(self._stream.end() + "\n")
         sys.stdout.flush()
 
 

@@ -19,6 +19,7 @@ same result. d width, N experts, k experts per token, V vocabulary, M = gates ·
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,8 +181,6 @@ class Decoder(TokenDecoder):
         self._sides: dict[int, SidePart] = {}  # the same for side parts
         self._before: dict[int, int] = {}  # how many earlier tokens a lookup reads
         self._tables: list[Float[np.ndarray, "rows width"]] = []  # compiled loops know only where they lie
-        self._router_state: dict[int, RouterState | None] = {}
-        self._side_state: dict[int, RouterState | None] = {}
 
         weights = _Weights()
         rows = [
@@ -196,8 +195,6 @@ class Decoder(TokenDecoder):
         self._weights = weights.array()
         self._embedding = self._weights[embedding : embedding + self._vocab_size * c.d_model].reshape(-1, c.d_model)
         self._allocate()
-        settings = self._weights, self._table, self._numbers
-        self._arrays = *settings, self._work, self._words, self._flags, self._kv
         self._sentences = any(choice.code == k.TRAJECTORY and choice.integers[1] for _, choice in self._parts.values())
         self.start()
 
@@ -280,6 +277,17 @@ class Decoder(TokenDecoder):
         self._logits = aligned(self._vocab_size)
         self._x, self._h = self._work[k.X, : c.d_model], self._work[k.H, : c.d_model]
         self._routed = self._words[k.S, : c.top_k], self._work[k.W, : c.top_k]
+        self._router_state: dict[int, RouterState | None] = {}
+        self._side_state: dict[int, RouterState | None] = {}
+        settings = self._weights, self._table, self._numbers
+        self._arrays = *settings, self._work, self._words, self._flags, self._kv
+
+    def for_new_text(self) -> Decoder:
+        """A decoder with a state of its own. It shares the weights, so several texts of a model can take turns."""
+        other = copy.copy(self)
+        other._allocate()
+        other.start()
+        return other
 
     def start(self, cache: DecodeCache | None = None) -> None:
         """Continue the text of a cache of one row, which is not changed; without one, begin a new text."""

@@ -4,7 +4,8 @@
     out = engine.generate([11, 42], max_new_tokens=64)
     out.tokens, out.stats.misses, out.table
 
-The text does not depend on the slots, and replaying the table gives the counts.
+The text does not depend on the slots, and replaying the table gives the counts. Several texts of an engine can take
+turns, token by token: `begin` one, and call `step`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numba
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stickymoe.errors import ConfigError, StoreError, require, shown
@@ -32,11 +35,28 @@ from stickymoe.runtime.experts import ExpertLayers, Kernel
 from stickymoe.runtime.memory import Region
 from stickymoe.runtime.readers import IO, Readers, Throttle
 from stickymoe.runtime.sampling import Sampling
-from stickymoe.runtime.slots import COUNTS, SCRATCH_SLOTS, OnMiss, Pool, Waits
+from stickymoe.runtime.slots import COUNTS, SCRATCH_SLOTS, Change, OnMiss, Pool, Waits
 from stickymoe.runtime.store import Store
 
 Prefetch = Literal["none", "previous", "next_layer"]
 OnToken = Callable[[int], None]
+PREFETCHES: tuple[Prefetch, ...] = ("none", "previous", "next_layer")
+_MEASURED = (*COUNTS, "bytes_read", "stall_s", "late_s")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How experts are held in memory and loaded.
+
+    slots: of each layer
+    throttle: bytes per second of a simulated slow memory; None: as fast as the disk
+    """
+
+    slots: int
+    policy: str = "lru"
+    prefetch: Prefetch = "none"
+    on_miss: OnMiss = "load"
+    throttle: float | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +115,36 @@ class Generation:
     interrupted: bool = False
 
 
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass of a text, which wrote one token.
+
+    S, w: for each layer the experts of the last token of the pass, heaviest first, and their weights
+    changes: for each pool of experts what was loaded
+    hits, misses, bytes_read, stall_s: of this pass
+    """
+
+    S: list[list[int]]
+    w: list[list[float]]
+    changes: list[list[Change]]
+    hits: int
+    misses: int
+    bytes_read: int
+    stall_s: float
+    seconds: float
+    resident_bytes: int
+
+
+@runtime_checkable
+class HostText(Protocol):
+    """A text in a model. `logits` are those after its last token."""
+
+    logits: NDArray[np.float32]
+
+    def append(self, token: int) -> None:
+        """Run one more token."""
+
+
 @runtime_checkable
 class Host(Protocol):
     """A model whose experts are in slots."""
@@ -110,15 +160,20 @@ class Host(Protocol):
     def keeps_residents(self) -> bool:
         """Whether its routers keep experts resident themselves."""
 
-    def generate(
-        self, ids: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]
-    ) -> Iterator[int]:
-        """The tokens of a text, one after another. Each is computed when it is asked for."""
+    def begin(self, ids: list[int]) -> HostText:
+        """Run a prompt. The texts of a model can take turns."""
 
     def logits(self, ids: list[int]) -> Tensor:
         """The logits after each of the tokens of a text [T, V]."""
 
     def encode(self, text: str, *, chat: bool) -> list[int]: ...
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the model has a chat template."""
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Messages with `role` and `content`, in the chat template of the model."""
 
     def decode(self, tokens: list[int]) -> str: ...
 
@@ -127,23 +182,156 @@ class Host(Protocol):
         """Tokens that end a text."""
 
 
-class Engine:
-    """A model that generates inside a byte budget. Use it as a context manager, or call `close`."""
+class Text:
+    """A text that is generated step by step. See `Engine.begin`."""
 
     def __init__(
         self,
-        host: Host,
-        layers: ExpertLayers | None,
-        readers: Readers | None,
-        scratch: Region | None,
-        waits: Waits,
-        threads: int,
+        engine: Engine,
+        prompt: list[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        watch: bool,
+    ) -> None:
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self.last: Pass | None = None  # the last pass, if the text is watched
+        self._engine = engine
+        self._most = max_new_tokens
+        self._choose = sampling.chooser()
+        self._stop_ids = stop_ids
+        self._watch = watch and engine.layers is not None
+        self._notes = None if engine.layers is None else engine.layers.new_notes()
+        self._host_text: HostText | None = None
+        self._start = self._first = self._latest = time.perf_counter()
+        self._prompt_misses = 0
+        self._closed = False
+        self.charged = np.zeros(len(_MEASURED))  # what its passes cost
+
+    @property
+    def ended(self) -> bool:
+        """Whether the text is complete: it has a stop token, or as many tokens as asked for."""
+        return bool(self.tokens) and (self.tokens[-1] in self._stop_ids or len(self.tokens) == self._most)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop token ended the text."""
+        return bool(self.tokens) and self.tokens[-1] in self._stop_ids
+
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        """The logits from which the last token was chosen."""
+        assert self._host_text is not None
+        return self._host_text.logits
+
+    def step(self) -> int:
+        """The next token. The first one runs the prompt."""
+        engine = self._engine
+        if self._closed or self.ended:
+            raise ConfigError("The text has ended: begin another one.")
+        engine.require_open()
+        start = time.perf_counter()
+        if engine.charged is not self or self._watch:
+            engine.charge(self)
+        before = self.charged.copy() if self._watch else None
+        pools: Sequence[Pool] = ()
+        if engine.layers is not None:
+            assert self._notes is not None
+            engine.layers.notes = self._notes
+            if self._watch:
+                pools = engine.layers.pools
+                for pool in pools:
+                    pool.changes = []
+        try:
+            with _threads(engine.threads):
+                if self._host_text is None:
+                    self._host_text = engine.host.begin(self.prompt)
+                else:
+                    self._host_text.append(self.tokens[-1])
+        finally:
+            changes = [pool.changes or [] for pool in pools]
+            for pool in pools:
+                pool.changes = None
+        token = self._choose(self._host_text.logits)
+        self.tokens.append(token)
+        self._latest = time.perf_counter()
+        if len(self.tokens) == 1:
+            engine.charge(self)
+            self._first, self._prompt_misses = self._latest, int(self.charged[_MEASURED.index("misses")])
+        if before is not None:
+            self.last = self._pass(before, changes, self._latest - start)
+        return token
+
+    def _pass(self, before: NDArray[np.float64], changes: list[list[Change]], seconds: float) -> Pass:
+        assert self._notes is not None
+        self._engine.charge(self)
+        cost = dict(zip(_MEASURED, (self.charged - before).tolist(), strict=True))
+        return Pass(
+            S=[S[-1].tolist() for S in self._notes.S[-1]],
+            w=[w[-1].tolist() for w in self._notes.w[-1]],
+            changes=changes,
+            hits=int(cost["hits"]),
+            misses=int(cost["misses"]),
+            bytes_read=int(cost["bytes_read"]),
+            stall_s=cost["stall_s"] + cost["late_s"],
+            seconds=seconds,
+            resident_bytes=self._engine.resident_bytes,
+        )
+
+    @property
+    def stats(self) -> Stats:
+        """What the text has cost so far. If texts take turns, each pays for its own passes."""
+        self._engine.charge(self._engine.charged)
+        # A prefetch of an earlier text that this one uses makes its waste negative.
+        cost = {name: max(value, 0.0) for name, value in zip(_MEASURED, self.charged.tolist(), strict=True)}
+        counts: dict[str, Any] = {name: int(cost[name]) for name in (*COUNTS, "bytes_read")}
+        return Stats(
+            prompt_tokens=len(self.prompt),
+            tokens=len(self.tokens),
+            prompt_misses=self._prompt_misses,
+            stall_s=cost["stall_s"],
+            late_s=cost["late_s"],
+            prompt_s=self._first - self._start,
+            decode_s=self._latest - self._first,
+            resident_bytes=self._engine.resident_bytes,
+            **counts,
+        )
+
+    @property
+    def table(self) -> RouteTable | None:
+        """The routes of the prompt and of every token that was given back to the model."""
+        if self._notes is None or self._engine.layers is None:
+            return None
+        return self._engine.layers.table(
+            self._notes, self.prompt + self.tokens, other_bytes=self._engine.host.dense_bytes
+        )
+
+    def close(self) -> None:
+        """End the text and free its keys and values. Its tokens, stats and table can still be read."""
+        self._closed = True
+        self._host_text = None
+        self._engine.texts.discard(self)
+
+
+class Engine:
+    """A model that generates inside a byte budget. Use it as a context manager, or call `close`.
+
+    One thread may use it at a time; `close` may be called from another one.
+    """
+
+    def __init__(
+        self, host: Host, layers: ExpertLayers | None, readers: Readers | None, waits: Waits, threads: int
     ) -> None:
         self.host = host
         self.threads = threads
         self.layers = layers
+        self.settings: Settings | None = None
+        self.texts: set[Text] = set()  # those that are not closed
+        self.charged: Text | None = None  # what the pools count is charged to it
+        self._mark = np.zeros(len(_MEASURED))
         self._readers = readers
-        self._scratch = scratch
+        self._scratch: Region | None = None
         self._waits = waits
         self._closed = False
 
@@ -155,12 +343,12 @@ class Engine:
     @property
     def slots(self) -> int:
         """Slots of each pool of experts."""
-        return 0 if self.layers is None else self.layers.pools[0].cache.capacity
+        return 0 if self.settings is None else self.settings.slots
 
     @property
     def policy(self) -> str:
         """Which expert leaves a full pool."""
-        return "none" if self.layers is None else self.layers.pools[0].cache.policy.name
+        return "none" if self.settings is None else self.settings.policy
 
     @property
     def resident_bytes(self) -> int:
@@ -175,7 +363,58 @@ class Engine:
         """How experts are read: direct or buffered."""
         return "none" if self._readers is None else self._readers.io
 
-    def generate(
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be generated any more."""
+        return self._closed
+
+    def checked(self, settings: Settings) -> Settings:
+        """Settings that this model can use, with at most one slot for each expert; refused otherwise."""
+        assert self._readers is not None
+        slots, N = settings.slots, self._readers.store.contents.n_experts
+        require(isinstance(slots, int) and slots >= 1, "slots", slots, "a whole number ≥ 1")
+        require(settings.prefetch in PREFETCHES, "prefetch", settings.prefetch, f"one of {', '.join(PREFETCHES)}")
+        require(settings.on_miss in ("load", "bypass"), "on_miss", settings.on_miss, "one of load, bypass")
+        known = policy_names(online=True, routed=self.host.keeps_residents)
+        policy = find_policy(settings.policy)
+        if policy.routed and not self.host.keeps_residents:
+            raise ConfigError(
+                f"policy: got {settings.policy}, but the routers of this model keep no experts resident: use "
+                f"{', '.join(known)}."
+            )
+        require(policy.online, "policy", settings.policy, f"one of {', '.join(known)}")
+        return replace(settings, slots=min(slots, N))
+
+    def configure(self, settings: Settings) -> None:
+        """Change how experts are held and loaded, between texts. The slots are empty afterwards."""
+        self.require_open()
+        if self.layers is None or self._readers is None:
+            raise ConfigError("This model has no experts: there is nothing to configure.")
+        settings = self.checked(settings)
+        if self.texts:
+            raise ConfigError("The engine generates a text: configure it before or after.")
+        self._empty_slots()
+        bypass = settings.on_miss == "bypass"
+        self.layers.pools, self._scratch = (), None  # freed before the new ones are allocated
+        self.layers.prefetch = settings.prefetch
+        self._readers.throttle = None if settings.throttle is None else Throttle(settings.throttle)
+        self._scratch = Region(SCRATCH_SLOTS, self._readers.store.slot_bytes) if bypass else None
+        self.layers.pools = [
+            Pool(
+                i,
+                self._readers,
+                self._waits,
+                capacity=settings.slots,
+                policy=settings.policy,
+                on_miss=settings.on_miss,
+                scratch=self._scratch,
+            )
+            for i in range(self._readers.store.contents.n_pools)
+        ]
+        self.settings = settings
+        self._mark = self._measure()
+
+    def begin(
         self,
         ids: Sequence[int] | Tensor,
         *,
@@ -187,51 +426,51 @@ class Engine:
         seed: int = 0,
         stop_ids: Sequence[int] | None = None,
         warm: bool = False,
-        on_token: OnToken | None = None,
-    ) -> Generation:
-        """Generate after the tokens `ids`; `tokens` of the result are the new ones.
+        watch: bool = False,
+    ) -> Text:
+        """A text after the tokens `ids`: each `step` gives its next token, until it has `ended`; then `close` it.
 
-        The slots start empty unless `warm`, so that replaying `table` gives the counts of `stats`. `on_token` is called
-        with each token. `stop_ids` end the text and are kept; by default those of the model. Ctrl-C ends the text.
+        Texts can take turns in any order: each is the text that it is alone. `warm` keeps what the slots hold; where
+        other texts run, it must be true. `watch`: `last` has the routes and loads of each pass.
         """
-        if self._closed:
-            raise StoreError("The engine is closed; open it again with offload.")
+        self.require_open()
         prompt = _as_list(ids)
         sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
         self._require_room(prompt, max_new_tokens)
-        self._begin(warm)
-        read_before = self._bytes_read()
-        tokens: list[int] = []
-        interrupted, prompt_misses = False, 0
-        start = time.perf_counter()
-        first = last = start
+        if not warm:
+            if self.texts:
+                raise ConfigError("Other texts run: their slots cannot be emptied; begin the text with warm=True.")
+            self._empty_slots()
+        ends = self.host.end_ids if stop_ids is None else tuple(stop_ids)
+        text = Text(self, prompt, max_new_tokens, sampling, ends, watch)
+        self.texts.add(text)
+        self.charge(text)
+        return text
+
+    def generate(self, ids: Sequence[int] | Tensor, *, on_token: OnToken | None = None, **settings: Any) -> Generation:
+        """Generate after the tokens `ids`; `tokens` of the result are the new ones.
+
+        The settings are those of `begin`. The slots start empty unless `warm`, so that replaying `table` gives the
+        counts of `stats`. `on_token` is called with each token. `stop_ids` end the text and are kept; by default those
+        of the model. Ctrl-C ends the text.
+        """
+        text = self.begin(ids, **settings)
+        interrupted = False
         try:
-            ends = self.host.end_ids if stop_ids is None else tuple(stop_ids)
-            with _threads(self.threads):
-                for token in self.host.generate(prompt, max_new_tokens, sampling, ends):
-                    tokens.append(token)
-                    last = time.perf_counter()
-                    if len(tokens) == 1:
-                        first, prompt_misses = last, self._misses()
-                    if on_token is not None:
-                        on_token(token)
+            while not text.ended:
+                token = text.step()
+                if on_token is not None:
+                    on_token(token)
         except KeyboardInterrupt:
             interrupted = True
         except BaseException:
             self.close()  # what the slots hold is not known
             raise
-        stats = self._stats(
-            prompt_tokens=len(prompt),
-            tokens=len(tokens),
-            prompt_misses=prompt_misses,
-            bytes_read=self._bytes_read() - read_before,
-            prompt_s=first - start,
-            decode_s=last - first,
-        )
-        table = self._table(prompt + tokens)
+        out = Generation(text.tokens, text.stats, text.table, interrupted)
+        text.close()
         if interrupted:
             self.close()
-        return Generation(tokens, stats, table, interrupted)
+        return out
 
     def close(self) -> None:
         """End the readers. Nothing can be generated any more."""
@@ -245,6 +484,30 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def require_open(self) -> None:
+        if self._closed:
+            raise StoreError("The engine is closed; open it again with offload.")
+
+    def charge(self, text: Text | None) -> None:
+        """Charge what was counted so far to the text that ran, and what follows to `text`."""
+        now = self._measure()
+        if self.charged is not None:
+            self.charged.charged += now - self._mark
+        self._mark, self.charged = now, text
+
+    def _measure(self) -> NDArray[np.float64]:
+        pools = () if self.layers is None else self.layers.pools
+        counts = [pool.counts for pool in pools]
+        read = 0 if self._readers is None else self._readers.bytes_read
+        totals = [sum(column) for column in zip(*counts, strict=True)] or [0] * len(COUNTS)
+        return np.array([*totals, read, self._waits.stall_s, self._waits.late_s], np.float64)
+
+    def _empty_slots(self) -> None:
+        self.charge(None)
+        for pool in () if self.layers is None else self.layers.pools:
+            pool.empty()
+        self._mark = self._measure()
+
     def _require_room(self, prompt: list[int], max_new_tokens: int) -> None:
         require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "a whole number ≥ 1")
         if not prompt:
@@ -257,35 +520,6 @@ class Engine:
                 f"The prompt has {len(prompt)} tokens and {max_new_tokens} are to be generated, but the model reads at "
                 f"most {context}: shorten the prompt, or generate at most {max(context - len(prompt) + 1, 0)} tokens."
             )
-
-    def _begin(self, warm: bool) -> None:
-        self._waits.stall_s = self._waits.late_s = 0.0
-        if self.layers is not None:
-            self.layers.reset()
-            for pool in self.layers.pools:
-                pool.begin(warm=warm)
-
-    def _bytes_read(self) -> int:
-        return 0 if self._readers is None else self._readers.bytes_read
-
-    def _misses(self) -> int:
-        return 0 if self.layers is None else sum(pool.counts["misses"] for pool in self.layers.pools)
-
-    def _stats(self, **measured: Any) -> Stats:
-        counts = [] if self.layers is None else [pool.counts for pool in self.layers.pools]
-        return Stats(
-            **measured,
-            **{name: sum(c[name] for c in counts) for name in COUNTS},
-            stall_s=self._waits.stall_s,
-            late_s=self._waits.late_s,
-            resident_bytes=self.resident_bytes,
-        )
-
-    def _table(self, tokens: list[int]) -> RouteTable | None:
-        if self.layers is None:
-            return None
-        contents = self.layers.store.contents
-        return self.layers.table(tokens, other_bytes=self.host.dense_bytes, share_block=contents.layers_per_pool)
 
 
 @contextmanager
@@ -342,7 +576,7 @@ def offload(
     from stickymoe.runtime.opening import open_host, open_store
 
     for key, given, known in (
-        ("prefetch", prefetch, ("none", "previous", "next_layer")),
+        ("prefetch", prefetch, PREFETCHES),
         ("on_miss", on_miss, ("load", "bypass")),
         ("kernel", kernel, (None, "torch", "compiled")),
         ("io", io, ("direct", "buffered")),
@@ -359,33 +593,20 @@ def offload(
     opened = open_store(Path(model), experts=experts, store=None if store is None else Path(store), progress=progress)
     waits = Waits()
     if opened is None:  # a model without experts
-        return Engine(open_host(Path(model), None, threads), None, None, None, waits, threads)
+        return Engine(open_host(Path(model), None, threads), None, None, waits, threads)
     capacity = _capacity(opened, slots, budget, on_miss)
-    readers = Readers(opened, io=io, throttle=None if rate is None else Throttle(rate))
+    readers = Readers(opened, io=io)
     try:
-        scratch = Region(SCRATCH_SLOTS, opened.slot_bytes) if on_miss == "bypass" else None
         chosen = kernel or ("torch" if opened.contents.spec.activation is None else "compiled")
         layers = ExpertLayers(opened, (), kernel=chosen, threads=threads, prefetch=prefetch)
         host = open_host(opened.folder, layers, threads)
-        name = _policy(policy, host, on_miss)
-        layers.pools = [
-            Pool(i, readers, waits, capacity=capacity, policy=name, on_miss=on_miss, scratch=scratch)
-            for i in range(opened.contents.n_pools)
-        ]
-        return Engine(host, layers, readers, scratch, waits, threads)
+        engine = Engine(host, layers, readers, waits, threads)
+        name = policy or ("router" if host.keeps_residents and on_miss == "load" else "lru")
+        engine.configure(Settings(capacity, name, prefetch, on_miss, rate))
+        return engine
     except BaseException:
         readers.close()
         raise
-
-
-def _policy(given: str | None, host: Host, on_miss: OnMiss) -> str:
-    """The policy as given, or that of the model's routers if they have one."""
-    if given is None:
-        return "router" if host.keeps_residents and on_miss == "load" else "lru"
-    if find_policy(given).routed and not host.keeps_residents:
-        others = ", ".join(policy_names(online=True))
-        raise ConfigError(f"policy: got {given}, but the routers of this model keep no experts resident: use {others}.")
-    return given
 
 
 def parsed_bytes(key: str, given: str | float) -> float:

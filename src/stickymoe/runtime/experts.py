@@ -150,7 +150,7 @@ class ExpertLayers:
         self.prefetch = prefetch
         self.predict: Predict | None = None
         self.contents = contents = store.contents
-        self.reset()
+        self.notes = self.new_notes()
         self.shared = contents.layers_per_pool > 1
         self._expert = kernels.expert_parallel if threads > 1 else kernels.expert
         self._specs = {}
@@ -178,15 +178,19 @@ class ExpertLayers:
         """The file of the dense part, after its checksum was compared."""
         return self.store.require_dense()
 
-    def reset(self) -> None:
-        """Forget the notes of the text before."""
+    def new_notes(self) -> Notes:
+        """The notes of a new text. While a text runs, `notes` are its notes."""
         c = self.contents
-        self.notes = Notes(c.n_layers, c.n_experts, c.top_k)
+        return Notes(c.n_layers, c.n_experts, c.top_k)
 
-    def table(self, tokens: Sequence[int], *, other_bytes: int, share_block: int) -> RouteTable | None:
-        """The routes of the text so far."""
-        size = self.store.slot_bytes
-        return self.notes.table(tokens, expert_bytes=size, other_bytes=other_bytes, share_block=share_block)
+    def table(self, notes: Notes, tokens: Sequence[int], *, other_bytes: int) -> RouteTable | None:
+        """The routes of a text so far."""
+        return notes.table(
+            tokens,
+            expert_bytes=self.store.slot_bytes,
+            other_bytes=other_bytes,
+            share_block=self.contents.layers_per_pool,
+        )
 
     def pool_of(self, layer: int) -> Pool:
         return self.pools[layer // self.store.contents.layers_per_pool]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from stickymoe.routing.rules import RouterInput, Routing, kept_by
 from stickymoe.runs.settings import read_config
 from stickymoe.runtime.decoder import Decoder
 from stickymoe.runtime.experts import ExpertLayers, Layers
-from stickymoe.runtime.sampling import Sampling
 from stickymoe.runtime.tokens import decode_token
 from stickymoe.training.build import build_model
 from stickymoe.training.checkpoint import find_checkpoint, load_model
@@ -61,13 +60,33 @@ def _keeps_residents(router: Router) -> bool:
     return state.resident is not None
 
 
+class RunText:
+    """A text of a run: the prompt in one pass, then one token after another."""
+
+    def __init__(self, host: RunHost, ids: list[int]) -> None:
+        self._host = host
+        self._cache = DecodeCache.empty(host.model.config.n_layers)
+        self.logits: Float[np.ndarray, " V"] = host.forward(ids, self._cache)[-1].numpy()
+        self._decoder = None if host.decoder is None else host.decoder.for_new_text()
+        if self._decoder is not None:
+            self._decoder.start(self._cache)
+            del self._cache  # the decoder has copied it
+
+    def append(self, token: int) -> None:
+        if self._decoder is None:
+            self.logits = self._host.forward([token], self._cache)[-1].numpy()
+        else:
+            self.logits = self._host.decode_token(self._decoder, token)
+
+
 class RunHost:
     """A model of ours, from a store or (without experts) from its run folder."""
 
     def __init__(self, folder: Path, layers: Layers | None, threads: int) -> None:
         self.layers = layers
         self.threads = threads
-        self._now: tuple[DecodeCache, int] | None = None  # the state before a token of the model itself
+        # What computes the token: a decoder, or the model itself with the state before the token.
+        self._now: Decoder | tuple[DecodeCache, int] | None = None
         config = read_config(file=folder / "config.yaml")
         try:
             self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -123,33 +142,28 @@ class RunHost:
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens))
 
-    def generate(
-        self, ids: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int]
-    ) -> Iterator[int]:
-        choose = sampling.chooser()
-        cache = DecodeCache.empty(self.model.config.n_layers)
-        logits = self._forward(ids, cache)[-1].numpy()
-        if self.decoder is not None:
-            self.decoder.start(cache)
-        for n in range(max_new_tokens):
-            token = choose(logits)
-            yield token
-            if token in stop_ids or n + 1 == max_new_tokens:
-                return
-            logits = self._forward([token], cache)[-1].numpy() if self.decoder is None else self._token(token)
+    @property
+    def has_chat(self) -> bool:
+        return False
 
-    def _token(self, token: int) -> Float[np.ndarray, " V"]:
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        raise ConfigError("A run of stickymoe has no chat template: pass a prompt in place of messages.")
+
+    def begin(self, ids: list[int]) -> RunText:
+        return RunText(self, ids)
+
+    def decode_token(self, decoder: Decoder, token: int) -> Float[np.ndarray, " V"]:
         """The logits after one more token, in compiled loops."""
-        assert self.decoder is not None
-        self._now = None
+        self._now = decoder
         assert self.layers is None or isinstance(self.layers, ExpertLayers)
-        return decode_token(self.decoder, self.layers, token)
+        return decode_token(decoder, self.layers, token)
 
     def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:
-        return self._forward(ids, None)
+        return self.forward(ids, None)
 
     @torch.no_grad()
-    def _forward(self, tokens: list[int], cache: DecodeCache | None) -> Float[Tensor, "T V"]:
+    def forward(self, tokens: list[int], cache: DecodeCache | None) -> Float[Tensor, "T V"]:
+        """The logits after each token, by the model itself; they continue the text of `cache`."""
         if self.layers is not None:
             self.layers.begin()
         self._now = None if cache is None else (cache, tokens[-1])
@@ -160,9 +174,9 @@ class RunHost:
 
     def _predict(self, layer: int, x: Float[Tensor, "1 d"]) -> list[int] | None:
         """What the router of a layer would choose for the hidden state of the layer before; its state stays."""
-        if self._now is None:
-            assert self.decoder is not None
-            return self.decoder.predict(layer)
+        if isinstance(self._now, Decoder):
+            return self._now.predict(layer)
+        assert self._now is not None
         cache, token = self._now
         block, past = self.model.blocks[layer], cache.layers[layer]
         assert isinstance(block, Block)

@@ -11,6 +11,7 @@ d width, dh width of a head, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Iterable
@@ -116,8 +117,18 @@ class LlamaDecoder(TokenDecoder):
         last[k.WINDOW] = self._window
         last[k.PRECISION] = _PRECISIONS[model.lm_head.weight.dtype]
         self._table = table
-        self._allocate(moe.experts.down_proj.shape[-1])
+        self._flat = torch.cat(self._vectors).numpy()
+        self._hidden_width = 2 * max(moe.experts.down_proj.shape[-1], int(table[:-1, k.DENSE_WIDTH].max()))
+        self._allocate()
         self.start()
+
+    def for_new_text(self) -> LlamaDecoder:
+        """A decoder with a state of its own. It shares the weights, so several texts of a model can take turns."""
+        other = copy.copy(self)
+        other._table = self._table.copy()  # it says where keys and values lie
+        other._allocate()
+        other.start()
+        return other
 
     def _fill(self, row: Shaped[np.ndarray, " fields"], layer: Any) -> None:
         """What the table says about a layer."""
@@ -154,11 +165,11 @@ class LlamaDecoder(TokenDecoder):
         self._vectors += [vector.detach().float() for vector in vectors]
         return begin
 
-    def _allocate(self, f: int) -> None:
+    def _allocate(self) -> None:
+        """State and scratch."""
         last, top_k = self._table[-1], int(self._table[-1, k.TOP_K])
-        hidden = 2 * max(f, int(self._table[:-1, k.DENSE_WIDTH].max()))
         d = int(last[k.WIDTH])
-        width = max(d, int(last[k.ROWS : k.ROWS + 3].sum()), hidden, int(last[k.EXPERTS]))
+        width = max(d, int(last[k.ROWS : k.ROWS + 3].sum()), self._hidden_width, int(last[k.EXPERTS]))
         width += -width % ALIGNMENT
         work = aligned(k.WORK_ROWS * width).reshape(-1, width)
         work[:] = 0.0
@@ -168,7 +179,7 @@ class LlamaDecoder(TokenDecoder):
         self._routed = words[k.CHOSEN :], work[k.W, :top_k]
         self._predicted = np.empty(top_k, np.int64), np.empty(top_k, np.float32)
         self._logits = aligned(int(last[k.VOCABULARY]))
-        self._arrays = self._table, torch.cat(self._vectors).numpy(), work, words, self._logits
+        self._arrays = self._table, self._flat, work, words, self._logits
         self._kv: list[Any] = [None] * self.n_layers  # [2, kv heads, dh, T] each
 
     def start(self, past: Any = None) -> None:

@@ -33,6 +33,15 @@ class Resident(NamedTuple):
     data: UInt8[np.ndarray, " bytes"]
 
 
+class Change(NamedTuple):
+    """An expert that was loaded into a slot. A slot < 0 is a scratch slot, through which it passes."""
+
+    slot: int
+    expert: int
+    evicted: int | None
+    prefetch: bool
+
+
 class Waits:
     """Seconds that the model waited: for experts on demand, and for prefetches that were still in flight."""
 
@@ -44,7 +53,7 @@ class Pool:
     """`capacity` slots for the experts of one pool.
 
     `scratch`, shared by all pools, holds experts that pass through without being admitted (`on_miss="bypass"`); its
-    slots have negative numbers.
+    slots have negative numbers. While `changes` is a list, loads are appended to it.
     """
 
     def __init__(
@@ -62,7 +71,7 @@ class Pool:
         self.bypasses = on_miss == "bypass"
         self._new_cache = partial(Cache, capacity=capacity, policy=policy, on_miss=on_miss)
         self.cache = self._new_cache()
-        self._counted = [0] * len(COUNTS)  # what the cache had counted when the text began
+        self.changes: list[Change] | None = None
         self.region = Region(capacity, readers.store.slot_bytes)
         self._readers = readers
         self._waits = waits
@@ -101,25 +110,27 @@ class Pool:
             ticket = self._submit(load.expert, load.slot, load.evicted, prefetch=True)
             self._prefetches[load.expert] = ticket
 
-    def begin(self, *, warm: bool) -> None:
-        """A text begins: empty the slots unless `warm`, and count from 0."""
-        if not warm:
-            for ticket in self._last.values():
-                self._readers.cancel(ticket)
-            for held in (self._slot, self._prefetches, self._last):
-                held.clear()
-            self.cache = self._new_cache()
-        self._counted = self._counts()
+    def empty(self) -> None:
+        """Empty the slots, and count from 0."""
+        for ticket in self._last.values():
+            self._readers.cancel(ticket)
+        for held in (self._slot, self._prefetches, self._last):
+            held.clear()
+        self.cache = self._new_cache()
 
     @property
-    def counts(self) -> dict[str, int]:
-        """What the cache counted since the text began. What was prefetched before it is not its waste."""
-        pairs = zip(COUNTS, self._counts(), self._counted, strict=True)
-        return {name: max(now - before, 0) for name, now, before in pairs}
-
-    def _counts(self) -> list[int]:
+    def counts(self) -> list[int]:
+        """What the cache has counted, in the order of COUNTS."""
         stats = self.cache.stats
         return [getattr(stats, name) for name in COUNTS]
+
+    @property
+    def contents(self) -> list[int | None]:
+        """The expert of each slot."""
+        held: list[int | None] = [None] * self.cache.capacity
+        for expert, slot in self._slot.items():
+            held[slot] = expert
+        return held
 
     def _serve(self, outcome: Outcome) -> Iterator[Resident]:
         loads = deque(outcome.loads)
@@ -178,6 +189,8 @@ class Pool:
             self._slot[expert] = slot
             self._last[slot] = ticket
         self._readers.submit(ticket)
+        if self.changes is not None:
+            self.changes.append(Change(slot, expert, evicted, prefetch))
         return ticket
 
     def _wait(self, tickets: list[Ticket], late: set[Ticket]) -> Ticket:

@@ -34,6 +34,10 @@ class TokenDecoder(ABC):
     _routed: Routed
 
     @abstractmethod
+    def for_new_text(self) -> TokenDecoder:
+        """A decoder with a state of its own. It shares the weights, so several texts of a model can take turns."""
+
+    @abstractmethod
     def start(self) -> None:
         """Begin a new text."""
 
