@@ -6,13 +6,17 @@
     doc.npy, weights.npy, phase.npy, tokens.npy, predicted.npy, residents.npy   where known
 
 The header may contain `expert_bytes` (one number per layer), `other_bytes`, `share_block` and `skips`, see
-`RouteTable`. It is written last: a folder without a header is incomplete.
+`RouteTable`. It is written last: a folder without a header is incomplete. A zip archive of a folder is read, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ from stickymoe import files
 from stickymoe.errors import DataError, shown
 from stickymoe.locality.table import BLOCK, RouteTable, blocks, extremes, release
 from stickymoe.npy import map_npy
-from stickymoe.reading import read_json
+from stickymoe.reading import read_json, reason
 
 FORMAT = "stickymoe-routes"
 VERSION = 1
@@ -93,7 +97,9 @@ def _write_header(folder: Path, shapes: Mapping[str, Sequence[int]], n_experts: 
 
 
 def open_trace(path: Path) -> RouteTable:
-    """The table of a run folder, of its `routes`, of a trace folder, or of another tool's file."""
+    """The table of a run folder, of its `routes`, of a trace folder or its zip archive, or of another tool's file."""
+    if path.suffix == ".zip" and path.is_file():
+        return _load_zipped(path)
     if path.is_file():
         from stickymoe.locality.foreign import read_foreign
 
@@ -128,6 +134,34 @@ def load_table(folder: Path) -> RouteTable:
         skips=header.get("skips", False),
         **arrays,
     )
+
+
+def zipped(table: RouteTable, name: str) -> bytes:
+    """A zip archive of the folder `name` with a table, which `open_trace` reads."""
+    archive = io.BytesIO()
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        save_table(table, Path(folder))
+        for path in sorted(Path(folder).iterdir()):
+            file.write(path, f"{name}/{path.name}")
+    return archive.getvalue()
+
+
+def _load_zipped(path: Path) -> RouteTable:
+    """Arrays are mapped from unpacked files, which are deleted already."""
+    known = {"header.json", *(f"{name}.npy" for name in _ARRAYS)}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                for member in archive.infolist():
+                    name = Path(member.filename).name
+                    if name in known:
+                        (Path(folder) / name).write_bytes(archive.read(member))
+        except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, ValueError) as e:
+            raise DataError(f"{path} is damaged ({reason(e)}): expected a zip archive of a trace folder.") from e
+        try:
+            return load_table(Path(folder))
+        except DataError as e:
+            raise DataError(str(e).replace(folder, str(path))) from e
 
 
 def table_from(source: Path, **fields: Any) -> RouteTable:
