@@ -59,9 +59,9 @@ def test_sixteen_experts_have_the_active_weights_of_four():
 
 def test_every_seed_and_flags_over_all_rows():
     runs = runs_of(load_grid("demo", GRIDS), seeds=(1, 2), flags=["--train.steps", "7"])
-    assert len(runs) == 2 * len(GRIDS["demo"]["rows"])
+    n = len(GRIDS["demo"]["rows"])
     assert {run.train.steps for run in runs} == {7}
-    assert [run.seed for run in runs] == [1] * 7 + [2] * 7
+    assert [run.seed for run in runs] == [1] * n + [2] * n
 
 
 @pytest.mark.parametrize("grid", [{"seed": 7, "rows": [{}]}, {"rows": [{"seed": 7}]}])

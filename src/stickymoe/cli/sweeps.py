@@ -12,10 +12,10 @@ from stickymoe.errors import StickyError
 
 
 def demo_command(argv: list[str]) -> None:
-    parser = make_parser("demo", "Train the paper's variants on the embedded corpus and compare them.")
+    parser = make_parser("demo", "Train the paper's variants on the embedded corpus, compare them and generate.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument(
-        "--out", type=Path, default=Path("demo"), metavar="DIR", help="folder for the runs (default demo)"
+        "--out", type=Path, default=Path("demo"), metavar="DIR", help="folder for the runs and stores (default demo)"
     )
     args = parser.parse_args(argv)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.sweeps.grid import Settings
 
 _SOFT = [{"name": "soft", "lam": lam} for lam in (0.01, 0.05, 0.1, 0.2, 0.5)]
@@ -81,7 +82,7 @@ SHARING_ROWS: list[Settings] = [
 ]
 _SCREEN = {"steps": 300, "warmup": 30, "eval_every": 300}
 
-# A short run needs a larger λ than the 10,000 steps of the paper.
+# A short run needs a larger λ than the 10,000 steps of the paper. The recommended router is not of the paper.
 DEMO_ROWS: list[Settings] = [
     {"variant": "vanilla"},
     {"variant": {"name": "soft", "lam": 0.5}},
@@ -89,6 +90,7 @@ DEMO_ROWS: list[Settings] = [
     {"variant": "hard_window"},
     {"variant": {"name": "remoe", "lam": 0.5}},
     {"variant": "oracle"},
+    {"variant": RECOMMENDED},
     {"variant": "dense"},
 ]
 

@@ -23,9 +23,17 @@ Progress = Callable[[str, int], Any]  # title, number of experts → a context m
 
 
 def open_store(
-    model: Path, *, experts: str | None = None, store: Path | None = None, progress: Progress | None = None
+    model: Path,
+    *,
+    experts: str | None = None,
+    store: Path | None = None,
+    replace: bool = False,
+    progress: Progress | None = None,
 ) -> Store | None:
-    """The store of a model: `model` itself, or one that is packed from it. None if the model has no experts."""
+    """The store of a model: `model` itself, or one that is packed from it. None if the model has no experts.
+
+    With `replace`, a store of another model or precision in the folder `store` is packed anew, as in the user's cache.
+    """
     if not model.exists():
         raise ConfigError(
             f"{model} does not exist: expected a packed store, a run folder or a folder of a transformers model."
@@ -44,17 +52,19 @@ def open_store(
     precision = experts or default_precision(source)
     folder = store or _cache_folder() / f"{model.resolve().name}-{_digest(str(model.resolve()))}-{precision}"
     plan = uniform(source, precision)  # type: ignore[arg-type]
+    replace = replace or store is None
     if (folder / INDEX).is_file():
         try:
             found = Store.open(folder)
             if found.contents == contents_of(source) and found.precision == precision:
                 return found
         except StoreError:
-            if store is not None:
+            if not replace:
                 raise
-        if store is not None:
+        if not replace:
             raise ConfigError(f"{store} is a store of another model or precision. Choose another folder.")
-    if store is None and folder.exists():
+        _discard(folder)
+    elif store is None and folder.exists():  # what an interrupted deletion left
         _discard(folder)
     total = sum(len(pool) for pool in plan)
     with nullcontext() if progress is None else progress(f"pack {source.name} into {folder}", total) as advance:
@@ -80,7 +90,7 @@ def _is_dense(model: Path) -> bool:
 
 
 def _discard(folder: Path) -> None:
-    """Delete an outdated or damaged store of the cache folder; its index first, so that what is left is no store."""
+    """Delete an outdated or damaged store; its index first, so that what is left is no store."""
     (folder / INDEX).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
