@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +18,7 @@ import torch
 
 from checkpoints import write_checkpoint
 from stickymoe.cli import COMMANDS, main
-from stickymoe.locality.devices import parse_device
+from stickymoe.locality.devices import load_device, parse_device
 from stickymoe.paper.grids import GRIDS
 from stickymoe.paper.sections import paper_report
 from stickymoe.runs.folder import run_id
@@ -20,9 +26,12 @@ from stickymoe.runs.presets import PRESETS, RECOMMENDED
 from stickymoe.runs.record import RunRecord
 from stickymoe.runs.settings import config_from
 from stickymoe.sweeps.grid import configs, load_grid
+from tests.serving.conftest import running
 
 ROOT = Path(__file__).parent.parent
-DOCS = ("guide", "locality", "huggingface", "runtime")
+DOCS = ("guide", "locality", "huggingface", "runtime", "serving")
+SERVERS = ("serve", "monitor")
+ADDRESS = "http://127.0.0.1:8000"  # of a server, in the pages
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS)]
 
 
@@ -56,9 +65,26 @@ def test_commands_work_as_written(page, place, monkeypatch, capsys):
     for command in commands(page):
         if command[0] == "sweep" and "--dry_run" not in command:
             command += ["--dry_run"]  # a real sweep takes hours; tests/sweeps runs small ones
-        assert main(command) == 0, (command, capsys.readouterr().err)
+        if command[0] in SERVERS:
+            start_and_stop(command)
+        else:
+            assert main(command) == 0, (command, capsys.readouterr().err)
         done += 1
     assert done >= 3
+
+
+def start_and_stop(command: list[str]) -> None:
+    """Run a command that serves, on a free port, until it is ready."""
+    options = {"stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-m", "stickymoe.cli", *command, "--port", "0"], **options) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "http://127.0.0.1:" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        process.stderr.read()
+    assert process.returncode == 0, (command, lines)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -67,9 +93,16 @@ def test_python_works_as_written(page, place, monkeypatch, capsys):
     assert main(["train", "--preset", "tiny", "--variant", "soft", "--variant.lam", "0.2", "--out", "runs/soft"]) == 0
     torch.manual_seed(0)
     blocks = fenced(page, "python")
+    curl = re.findall(r"^    (curl .*)$", page.read_text(), re.MULTILINE)
     assert blocks
-    for block in blocks:
-        exec(compile(block, page.name, "exec"), {})
+    with ExitStack() as stack:
+        if any(ADDRESS in block for block in [*blocks, *curl]):
+            url = stack.enter_context(running({"soft": Path("runs/soft")}, slots=2)).url
+        for block in blocks:
+            exec(compile(block.replace(ADDRESS, url) if ADDRESS in block else block, page.name, "exec"), {})
+        for command in curl:
+            answer = subprocess.run([*shlex.split(command.replace(ADDRESS, url)), "-sf"], capture_output=True)
+            assert answer.returncode == 0, answer
 
 
 def test_the_grid_in_the_guide_is_valid(tmp_path):
@@ -91,6 +124,33 @@ def test_the_performance_page_follows_from_the_committed_records(tmp_path):
     runpy.run_path(str(ROOT / "benchmarks" / "performance_page.py"))["main"](tmp_path)
     for page in tmp_path.iterdir():
         assert page.read_text() == (ROOT / "docs" / page.name).read_text()
+
+
+def test_the_section_on_traces_follows_from_the_committed_record(tmp_path):
+    (tmp_path / "locality.md").write_text((ROOT / "docs" / "locality.md").read_text())
+    runpy.run_path(str(ROOT / "results" / "traces.py"))["main"](docs=tmp_path)
+    assert (tmp_path / "locality.md").read_text() == (ROOT / "docs" / "locality.md").read_text()
+    assert {file.name for file in tmp_path.iterdir()} == {"locality.md", "traces.svg"}
+    assert (ROOT / "docs" / "traces.svg").exists()
+
+
+def test_the_profile_of_the_phone_and_its_predictions_follow_from_the_measured_runs():
+    script = runpy.run_path(str(ROOT / "results" / "traces.py"))
+    fit, device = script["fitted"](script["RUNS"]), load_device(script["DEVICE"])
+    for figure in ("load_bandwidth", "compute_bandwidth"):
+        assert getattr(device, figure) == pytest.approx(fit[figure], rel=0.005)
+    assert f"set `overlap: {fit['overlap']:.1f}`" in (ROOT / "docs" / "locality.md").read_text()
+    runs = json.loads((ROOT / "results" / "traces.json").read_text())["runs"]
+    assert [{name: run[name] for name in asdict(given)} for run, given in zip(runs, script["RUNS"], strict=True)] == [
+        asdict(given) for given in script["RUNS"]
+    ]
+    for run in runs:
+        if found := run.get("predicted"):
+            phone = replace(device, overlap=round(fit["overlap"], 2) if run["overlap"] else 0.0)
+            loads = found["loads_per_token"] * phone.load_ms(float(found["expert_bytes"]))
+            expected = 1000 / phone.token_ms(phone.compute_ms(float(found["active_bytes"])), loads)
+            assert found["tokens_per_s"] == pytest.approx(expected)
+            assert found["tokens_per_s"] == pytest.approx(run["tokens_per_s"], rel=0.2), run["model"]
 
 
 def published():

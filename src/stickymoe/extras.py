@@ -23,6 +23,11 @@ EXTRAS = {
     "transformers": "hf",
     "peft": "hf",
     "trl": "hf",
+    "fastapi": "serve",
+    "pydantic": "serve",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
 }
 
 

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-
 import pytest
-from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from browser import NEEDS_BROWSER, chromium, requested
 from reports.records import a_run, write
 from stickymoe.reports.report import report
 
-MISSING = "chromium or chromedriver is not installed: make browser installs both"
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-IN_CI = os.environ.get("CI", "") not in ("", "false")
-pytestmark = [
-    pytest.mark.skipif(not ((CHROMIUM and DRIVER) or IN_CI), reason=MISSING),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # selenium leaves its driver's pipes to the collector
-]
+pytestmark = NEEDS_BROWSER
 WORDS = ("<script>document.title='owned'</script>", "quick", "brown", "fox")
 
 
@@ -37,25 +27,9 @@ def page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser(page):
-    if not (CHROMIUM and DRIVER):
-        pytest.fail(f"{MISSING}. Continuous integration does not skip this test.")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM or ""
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1280,2400",
-    ):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.get(page.as_uri())
-    try:
+    with chromium() as driver:
+        driver.get(page.as_uri())
         yield driver
-    finally:
-        driver.quit()
 
 
 def drawn(browser, name):
@@ -74,8 +48,7 @@ def test_loads_without_an_error_or_a_request_to_any_host(browser, page):
     for chart in browser.find_elements(By.CLASS_NAME, "chart"):
         drawn(browser, chart.get_attribute("id"))
     assert browser.get_log("browser") == []
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
+    asked = requested(browser)
     assert page.as_uri() in asked
     assert {url.split(":")[0] for url in asked} <= {"file", "data", "blob"}
 

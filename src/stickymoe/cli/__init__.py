@@ -21,12 +21,14 @@ commands:
   demo       train the paper's variants on the embedded corpus and compare them (about four minutes)
   train      train one variant into a run folder
   sweep      train every row of a grid, such as the paper's table
+  monitor    show live curves of trainings on a page
   report     show finished runs on a page: tables, figures, a text coloured by expert
   frontier   show how much of the MoE gain each run keeps, and its misses
   eval       evaluate a run again, on the validation or test split
   export     write the model of a run as a folder that transformers loads
   generate   generate text with experts on disk, inside a byte budget
-  pack       pack a model into a store for generate
+  serve      answer requests in OpenAI's protocol, with a page that shows loads
+  pack       pack a model into a store for generate and serve
   simulate   replay a routing trace on expert caches and count misses
   plan       predict tokens/s on a device for every cache size; find the smallest that is fast enough
   profile    record how a transformers checkpoint routes a text
@@ -57,6 +59,8 @@ COMMANDS = {
     "adapt": "huggingface",
     "export": "huggingface",
     "generate": "runtime",
+    "serve": "serving",
+    "monitor": "serving",
     "pack": "runtime",
 }
 

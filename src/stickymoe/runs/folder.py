@@ -145,7 +145,7 @@ class RunFolder:
         """Every complete line; a last line that was cut off while it was written is ignored."""
         text = read_text(self.metrics, RunError)
         lines = text[: text.rfind("\n") + 1].split("\n")[:-1]
-        return [_parsed(line, f"{self.metrics}, line {i},") for i, line in enumerate(lines, start=1)]
+        return [parse_metrics(line, f"{self.metrics}, line {i},") for i, line in enumerate(lines, start=1)]
 
     def recent_metrics(self, size: int = 1 << 14) -> list[dict[str, Any]]:
         """The readable lines among the last `size` bytes, also while another process writes the file."""
@@ -158,11 +158,11 @@ class RunFolder:
         found = []
         for line in lines:
             with contextlib.suppress(RunError):  # the first line may be cut, the last may be incomplete
-                found.append(_parsed(line, str(self.metrics)))
+                found.append(parse_metrics(line, str(self.metrics)))
         return found
 
 
-def _parsed(line: str, source: str) -> dict[str, Any]:
+def parse_metrics(line: str, source: str) -> dict[str, Any]:
     """A line of metrics: a step, and numbers by name for `train` and `valid`."""
     values = parse_json(line, source, RunError)
     if not isinstance(values, dict) or type(values.get("step")) is not int or values["step"] < 0:

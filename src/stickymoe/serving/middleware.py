@@ -1,0 +1,106 @@
+"""What every request passes: a limit on its size, the names of the server, and headers for pages."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# The page loads nothing from other hosts, and no other page may show it in a frame.
+_POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+
+
+class SecurityHeaders:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["Content-Security-Policy"] = _POLICY
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["Referrer-Policy"] = "no-referrer"
+            await send(message)
+
+        await self._app(scope, receive, with_headers if scope["type"] == "http" else send)
+
+
+class KnownHosts:
+    """Refuses requests for other names, by which a page of another host could reach a server on this machine."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        self._app = app
+        self._hosts = {host.lower() for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = Headers(scope=scope).get("host", "").lower()
+            name = given.rpartition(":")[0] if not given.endswith("]") and ":" in given else given
+            if name.strip("[]") not in self._hosts:
+                message = f"The host {given[:80]!r} is not served: use one of {', '.join(sorted(self._hosts))}."
+                await _refuse(send, 400, message)
+                return
+        await self._app(scope, receive, send)
+
+
+class RequireKey:
+    """Asks for `Authorization: Bearer KEY`, except for the page and its files, and for /health."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] == "http" and (path.startswith("/v1") or path in ("/metrics", "/openapi.json")):
+            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            # In constant time, so that the time of an answer does not tell how much of a guess is right.
+            same = hmac.compare_digest(given.strip().encode(), self._key)
+            if scheme.lower() != "bearer" or not same:
+                message = "The key is missing or wrong: send the header 'Authorization: Bearer KEY'."
+                await _refuse(send, 401, message, code="invalid_api_key")
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        message = f"The request is larger than {self._most} bytes: send a shorter one."
+        announced = Headers(scope=scope).get("content-length", "0")
+        if not announced.isdecimal() or int(announced[:18]) > self._most:
+            await _refuse(send, 413, message)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            part = await receive()
+            received += len(part.get("body", b""))
+            if received > self._most:
+                raise HTTPException(413, message)
+            return part
+
+        await self._app(scope, counted, send)
+
+
+async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
