@@ -287,17 +287,28 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
     """The first mistake of a body, in one line."""
     if "json" not in request.headers.get("content-type", "").lower():
         return ApiError(415, "The body is not JSON: send the header 'Content-Type: application/json'.")
-    first = error.errors()[0]
+    # A field that takes several types has an error for each of them; the deepest is about the type that was meant.
+    errors = [e for e in error.errors() if e["loc"][:2] == error.errors()[0]["loc"][:2]]
+    first = max(errors, key=lambda e: _field(e["loc"]).count("."))
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON ({first.get('ctx', {}).get('error', first['msg'])}).")
-    where = ".".join(str(part) for part in first["loc"][1:] if part not in ("str", "float"))[:200]
+    where = _field(first["loc"])
     if first["type"] == "missing":
         return ApiError(400, f"{where or 'The body'} is missing.", param=where or None)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{where}: this field is not supported; omit it.", param=where)
-    message = first["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    return ApiError(400, f"{where}: got {shown(first.get('input'))}; {message}.", param=where)
+    messages = [
+        e["msg"].removeprefix("Value error, ").removeprefix("Input ") for e in errors if _field(e["loc"]) == where
+    ]
+    message = "; or it ".join(dict.fromkeys(m[0].lower() + m[1:] for m in messages))
+    return ApiError(400, f"{where}: got {shown(first.get('input'))}; it {message}.", param=where)
+
+
+def _field(location: Sequence[str | int]) -> str:
+    """The path of a field in a body, without the types that pydantic tried."""
+    types = ("str", "int", "float", "bool")
+    parts = [part for part in location[1:] if isinstance(part, int) or (part.isidentifier() and part not in types)]
+    return ".".join(str(part) for part in parts)[:200]
 
 
 def _find(service: Service, name: str) -> w.Worker:

@@ -16,7 +16,7 @@ def _in_unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeError:
-        raise ValueError("expected text in Unicode") from None
+        raise ValueError("should be text in Unicode") from None
     return text
 
 
