@@ -390,6 +390,13 @@ def wait_for(condition):
     raise AssertionError("waited in vain")
 
 
+def post_of(body):
+    """A request as its bytes, for a client that goes away."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_whose_client_goes_away_ends(stream, serve, models):
     with serve({"vanilla": models["vanilla"]}, slots=1, throttle=200_000) as server:
@@ -397,15 +404,13 @@ def test_an_answer_whose_client_goes_away_ends(stream, serve, models):
         body = {"model": "vanilla", "prompt": "a", "max_tokens": 60, "temperature": 0, "stream": stream}
         host, port = server.url.removeprefix("http://").split(":")
         for path_to_end in ("running", "waiting"):
-            content = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
             with socket.create_connection((host, int(port))) as connection:
-                connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+                connection.sendall(post_of(body))
                 wait_for(lambda: worker.running or worker.waiting)
                 if path_to_end == "running":
                     wait_for(lambda: worker.running and worker._running[0].text.tokens)
             wait_for(lambda: not worker.running and not worker.waiting)
-        assert worker.totals.ended["cancelled"] == 2
+        wait_for(lambda: worker.totals.ended["cancelled"] == 2)
         assert worker.totals.tokens < 60
         assert not worker.engine.texts
 
@@ -421,18 +426,19 @@ def test_requests_over_the_queue_are_refused_with_a_time(serve, models):
         ):
             assert running.status_code == 200
             second = socket.create_connection(server.url.removeprefix("http://").split(":"))
-            content = json.dumps(body).encode()
-            second.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                + f"Content-Length: {len(content)}\r\n\r\n".encode()
-                + content
-            )
+            second.sendall(post_of(body))
             wait_for(lambda: worker.waiting == 1)
             refused = server.complete(max_tokens=2)
             assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) >= 1
             assert "wait already" in refused.json()["error"]["message"]
-            second.close()
+            second.close()  # a client that went away takes no place in the queue
+            wait_for(lambda: worker.waiting == 0)
+            third = socket.create_connection(server.url.removeprefix("http://").split(":"))
+            third.sendall(post_of(body))
+            wait_for(lambda: worker.waiting == 1)
+            wait_for(lambda: len(worker._waiting) == 1)
+            third.close()
 
 
 def test_a_time_limit_cuts_an_answer_and_says_so(serve, models):

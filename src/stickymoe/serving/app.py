@@ -108,12 +108,12 @@ class Answer:
     async def events(self, request: Request, asked: w.Request) -> AsyncIterator[w.Event]:
         """Events until the answer ends. If the client goes away, the answer is cancelled."""
         gone = asyncio.ensure_future(_disconnected(request))
+        waiting: asyncio.Future[w.Event] | None = None
         try:
             while True:
                 waiting = asyncio.ensure_future(self._events.get())
                 await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not waiting.done():
-                    waiting.cancel()
                     return
                 event = waiting.result()
                 yield event
@@ -122,6 +122,8 @@ class Answer:
         finally:
             asked.cancel()
             gone.cancel()
+            if waiting is not None:
+                waiting.cancel()
 
 
 async def _disconnected(request: Request) -> None:

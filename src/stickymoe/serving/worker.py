@@ -182,8 +182,8 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
+        """Requests in the queue whose clients still wait."""
+        return sum(not request.cancelled for request, _ in tuple(self._waiting))
 
     @property
     def running(self) -> int:
@@ -213,11 +213,11 @@ class Worker:
         with self._changed:
             if self._stopping:
                 raise UnavailableError("The server is shutting down.")
-            if len(self._waiting) >= self.limits.waiting:
-                after = max(1, math.ceil(self._seconds * len(self._waiting) / self.limits.running))
+            waiting = self.waiting
+            if waiting >= self.limits.waiting:
+                after = max(1, math.ceil(self._seconds * waiting / self.limits.running))
                 raise BusyError(
-                    f"{len(self._waiting)} requests for {self.name!r} wait already, as many as may: try again in "
-                    f"{after} s.",
+                    f"{waiting} requests for {self.name!r} wait already, as many as may: try again in {after} s.",
                     after,
                 )
             self._waiting.append((request, time.monotonic() + self.limits.seconds))
@@ -263,20 +263,26 @@ class Worker:
 
     def _admit(self) -> None:
         """Begin requests that wait, in their order, as long as they can run beside the others."""
+        self._drop_cancelled()
         while self._waiting and len(self._running) < self.limits.running:
             request, deadline = self._waiting[0]
             settings = self.defaults if request.settings is None else request.settings
-            if not request.cancelled and self._running and (request.cold or settings != self.engine.settings):
+            if self._running and (request.cold or settings != self.engine.settings):
                 return
             self._waiting.popleft()
-            if request.cancelled:
-                self.totals.ended["cancelled"] += 1
-            elif time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 self.totals.ended["failed"] += 1
                 late = f"The request waited for {self.limits.seconds:g} s, the time limit of an answer: try again."
                 request.emit(Failure(BusyError(late, 1)))
             else:
                 self._begin(request, settings, deadline)
+
+    def _drop_cancelled(self) -> None:
+        """Requests whose clients went away leave the queue, wherever they stand in it."""
+        with self._changed:
+            kept = deque((request, deadline) for request, deadline in self._waiting if not request.cancelled)
+            self.totals.ended["cancelled"] += len(self._waiting) - len(kept)
+            self._waiting = kept
 
     def _begin(self, request: Request, settings: Settings | None, deadline: float) -> None:
         try:
