@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 import stickymoe
 from stickymoe.locality import coherence, figures, metrics
-from stickymoe.locality.measure import measure
+from stickymoe.locality.measure import COLD_TOKENS, loads_per_token, measure
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.streams import Access
 from stickymoe.locality.table import RouteTable
 from stickymoe.training import evaluate
+from reference import lru_request
 from strategies import costly, seeds, sticky_choices, tables
 
 
@@ -69,9 +70,35 @@ def test_every_name_is_its_definition(case, capacities):
         pool = Access(order="decode", pool=True)
         result = simulate(table, capacity=C * table.n_layers, access=pool)
         assert measured[f"pool_hit_rate_c{C}"] == pytest.approx(1 - result.miss_rate, nan_ok=True)
+        for name, loads in zip(("cold", "warm"), loads_per_token(table, C), strict=True):
+            assert measured[f"{name}_loads_c{C}"] == pytest.approx(loads, nan_ok=True)
     assert measured["neglected_experts"] == metrics.neglected_experts(table)
-    alone = {"neglected_experts", *(f"pool_hit_rate_c{C}" for C in capacities)}
+    names = ("pool_hit_rate", "cold_loads", "warm_loads")
+    alone = {"neglected_experts", *(f"{name}_c{C}" for C in capacities for name in names)}
     assert set(measured.values) == set(expected) | alone
+
+
+@pytest.mark.parametrize("real", [1.0, 0.8])
+def test_loads_of_a_warm_stream_are_those_of_a_plain_loop(real):
+    """Slots keep their experts from one sequence and document to the next; the first tokens are counted apart."""
+    rng = np.random.default_rng(1)
+    S = sticky_choices(rng, (2, 9, 400, 2), 6, stay=0.5)
+    table = RouteTable(S=S, n_experts=6, mask=rng.random((9, 400)) < real, doc=np.arange(9)[:, None].repeat(400, 1))
+    loads = np.zeros(2)
+    for layer in S[:, table.mask]:  # [tokens, k]
+        cache: list[int] = []
+        for t, request in enumerate(layer.tolist()):
+            loads[int(t >= COLD_TOKENS)] += sum(expert not in cache for expert in request)
+            lru_request(cache, request, 3)
+    tokens = table.mask.sum()
+    assert loads_per_token(table, 3) == pytest.approx((loads[0] / COLD_TOKENS, loads[1] / (tokens - COLD_TOKENS)))
+
+
+def test_a_short_stream_has_no_warm_part():
+    S = sticky_choices(np.random.default_rng(0), (2, 1, COLD_TOKENS, 2), 4, stay=0.5)
+    cold, warm = loads_per_token(RouteTable(S=S, n_experts=4, mask=np.ones((1, COLD_TOKENS), bool)), 3)
+    assert cold > 0
+    assert np.isnan(warm)
 
 
 def test_what_cannot_be_measured_is_nan():

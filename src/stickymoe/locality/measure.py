@@ -21,6 +21,7 @@ from stickymoe.locality.table import RouteTable
 LAGS = (1, 8)
 WINDOWS = (16, 64)
 SEGMENT = 16  # tokens of a segment for the segment metrics
+COLD_TOKENS = 2048  # tokens after which a stream counts as warm
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ def measure(
     cache_hit_rate                   the paper's: LRU, 2 slots, heaviest expert only, cold for every sequence
     cache_hit_rate_all_cC            the same over all k experts with C slots, which is what a device pays
     pool_hit_rate_cC                 one LRU cache of C slots per layer for the whole model, in decode order
+    warm_loads_cC                    experts that all layers together load per token: LRU, C slots per layer, kept from
+                                     one sequence to the next, after the first 2,048 tokens
+    cold_loads_cC                    the same over the first 2,048 tokens, from empty slots
     utilisation_entropy, utilisation_i, effective_experts, neglected_experts    how evenly experts are used
     run_length                       tokens for which the heaviest expert stays
     reuse_n                          fraction of a token's experts that were chosen n tokens earlier
@@ -66,6 +70,8 @@ def measure(
         per_layer["topic_information"] = coherence.topic_information_above_chance_by_layer(table, topics)
     values: dict[str, float | int] = {name: float(layers.mean()) for name, layers in per_layer.items()}
     values |= {f"pool_hit_rate_c{C}": _pool_hit_rate(table, C) for C in capacities}
+    for C in capacities:
+        values[f"cold_loads_c{C}"], values[f"warm_loads_c{C}"] = loads_per_token(table, C)
     values["neglected_experts"] = m.neglected_experts(table)
     shares = m.utilisation_by_layer(table)
     return Measurement(per_layer | {f"utilisation_{i}": shares[:, i] for i in range(shares.shape[1])}, values)
@@ -98,3 +104,18 @@ def _pool_hit_rate(table: RouteTable, capacity: int) -> float:
     access = Access(order="decode", pool=True)
     per_token = replace(table, phase=None)
     return 1 - simulate(per_token, capacity=capacity * table.n_layers, access=access).miss_rate
+
+
+def loads_per_token(table: RouteTable, capacity: int) -> tuple[float, float]:
+    """Loads per token, over all layers, of the first 2,048 tokens of the stream, and of those after them.
+
+    LRU with `capacity` slots per layer, all k experts of a token at once. NaN for a stream that is too short.
+    """
+    stream = replace(table, phase=None)
+    place = np.cumsum(table.mask).reshape(table.mask.shape)
+    start = replace(stream, mask=table.mask & (place <= COLD_TOKENS))
+    access = Access(order="decode", warm=True)
+    whole, cold = (simulate(part, capacity=capacity, access=access) for part in (stream, start))
+    warm_tokens = whole.tokens - cold.tokens
+    warm = (whole.loads - cold.loads) / warm_tokens if warm_tokens else float("nan")
+    return cold.loads_per_token, warm

@@ -20,7 +20,7 @@ MOST_KEYS = 2**63
 
 @dataclass(frozen=True)
 class _Order:
-    """The counts of one order. `keys` are n-grams as numbers in base V, in order; `contexts` their first n − 1 tokens."""
+    """The counts of one order. `keys` are sorted n-grams, as numbers in base V; `contexts` their first n − 1 tokens."""
 
     keys: Int64[np.ndarray, " grams"]
     counts: Float[np.ndarray, " grams"]
