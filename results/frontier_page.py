@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import altair as alt
+import torch
 import vl_convert
 
-from stickymoe.paper import frontier
+from stickymoe.locality.plan import bytes_text
+from stickymoe.paper import frontier, yardstick
 from stickymoe.paper.figures import kept_gain as kept_gain_figure
 from stickymoe.paper.frontier import EVEN, MISSES_FACTOR, TARGET_GAIN, Point, kept_gain
 from stickymoe.paper.grids import GRIDS, PAPER_ORDER
+from stickymoe.paper.yardstick import Yardstick
 from stickymoe.reports import figures, tables
-from stickymoe.reports.charts import Chart, themed
-from stickymoe.reports.collection import Collection, Group, Row, Value, collect, common_seeds
+from stickymoe.reports.charts import Chart, colour_by, inline, rounded, themed
+from stickymoe.reports.collection import Collection, Group, Row, Run, Value, collect, common_seeds, grouped
 from stickymoe.reports.tables import ALL_SLOTS, MISSING, Table
 from stickymoe.runs.presets import RECOMMENDED
 from stickymoe.runs.settings import config_from
 from stickymoe.sweeps.grid import configs, load_grid
+from stickymoe.training.build import build_model
 from stickymoe.variants import hypers, variant_names
 
 HERE = Path(__file__).parent
@@ -31,18 +38,32 @@ NOISE = 1.0  # per cent of perplexity: smaller differences between two single ru
 
 def main(docs: Path = HERE.parent / "docs") -> None:
     collection = collect([HERE], order=PAPER_ORDER)
+    collection = replace(collection, groups=grouped(map(_with_sizes, collection.runs), order=PAPER_ORDER))
     folder = docs / "frontier"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (docs / "frontier.md").write_text(page(collection, folder), encoding="utf-8")
 
 
+def _with_sizes(run: Run) -> Run:
+    """A run with the bytes of its model: records of earlier versions lack them, so its model is built without data."""
+    if run.record.sizes:
+        return run
+    with torch.device("meta"):
+        sizes = build_model(run.config, run.record.data["vocab_size"]).sizes()
+    return replace(run, record=replace(run.record, sizes=sizes))
+
+
 def page(collection: Collection, folder: Path) -> str:
+    # Rows in slow memory are no experts: misses do not say what they cost.
+    runs = (run for run in collection.runs if not run.record.sizes.get("row_bytes"))
+    groups = grouped(runs, order=PAPER_ORDER)
+
     def find(**wanted: object) -> Group | None:
-        return next((g for g in collection.groups if _is(g, **wanted)), None)
+        return next((g for g in groups if _is(g, **wanted)), None)
 
     def find_longer(experts: int) -> Group | None:
-        longer = (g for g in collection.groups if g.config.train.steps > 1000)
+        longer = (g for g in groups if g.config.train.steps > 1000)
         return next((g for g in longer if _is(g, experts=experts, corpus="wikitext-2")), None)
 
     whole = find(steps=1000, experts=4, corpus="wikitext-2")
@@ -52,6 +73,7 @@ def page(collection: Collection, folder: Path) -> str:
     factbook = find(experts=4, corpus="factbook")
     three = find(steps=1000, experts=3, corpus="wikitext-2")
     sections = {
+        "Equal fast memory": _equal_memory(collection, folder),
         "Is the target reached?": _targets(
             (whole, 3, three), (sixteen, 4, whole), (longer, 3, three_longer), (factbook, 3, None)
         ),
@@ -82,6 +104,9 @@ INTRODUCTION = f"""\
 `python results/frontier_page.py` writes this page from [the records](../results). `stickymoe frontier results` prints
 its tables.
 
+The first section asks which model is best for a device: at equal fast memory, what does a token load, and how many bits
+does a byte of text take? The sections after it judge routers alone.
+
 A loss that makes routing sticky raises perplexity. If perplexity is 3 % above vanilla, that can cost half of what the
 mixture gains over a dense model with the same active width. So each router is judged by two numbers:
 
@@ -104,6 +129,117 @@ def _is(group: Group, **wanted: object) -> bool:
     facts = {"steps": group.config.train.steps, "experts": model.n_experts, "corpus": data.corpus}
     whole = data.fraction == 1 and model.d_model == 128 and model.layers_per_pool == 1
     return whole and all(facts[key] == value for key, value in wanted.items())
+
+
+SLOTS, EXPERTS = 4, 16  # the fast memory of the first table: four of sixteen experts per layer
+MOST_ROWS = 6  # of a table of models at equal fast memory, controls apart
+
+
+def _equal_memory(collection: Collection, folder: Path) -> str:
+    """For each corpus and length of training: the models that fit, what their tokens load, and what counting does."""
+    found = [y for y in yardstick.yardsticks(g for g in collection.groups if _is(g)) if y.experts == EXPERTS]
+    found = [y for y in found if y.steps >= 1000]
+    memory = found[0].memory if found else None
+    if memory is None:
+        return ""
+    found.sort(key=lambda y: (not any(c.row_bytes for c in y.choices), -y.steps, y.title))
+    counted = json.loads((HERE / "ngrams.json").read_text(encoding="utf-8"))
+    text = (
+        f"A device has fast memory for {SLOTS} experts per layer and everything outside the experts: "
+        f"{bytes_text(memory)} in fp32. Which model is best, and what does a token load from slow memory? "
+        f"{yardstick.EXPLAINED} Bits and perplexity are those of the validation split; no row was evaluated on the "
+        "test split. `hash+lookup` keeps four experts per layer in memory and reads rows from tables in slow memory: "
+        "one keyed by the token in every layer, and with n=2,3 rows keyed by the last two and three tokens in the "
+        "first two layers.\n"
+    )
+    parts = [text, *(_at_equal_memory(y, memory, counted, folder) for y in found), _lengths(collection, folder)]
+    return "\n".join(filter(None, parts))
+
+
+def _at_equal_memory(found: Yardstick, memory: float, counted: list[dict[str, Any]], folder: Path) -> str:
+    fingerprint = found.choices[0].row.runs[0].record.data["fingerprint"]
+    models = [m for entry in counted if entry["data"]["fingerprint"] == fingerprint for m in entry["models"]]
+    lines = [(f"{m['order']}-gram", m["bits_per_byte"]) for m in models]
+    file = folder / f"memory-{found.corpus}-{found.steps}.svg"
+    chart = yardstick.figure(found, memory, lines)
+    warning = found.warning(memory)
+    return "\n".join(
+        filter(
+            None,
+            (
+                f"### {found.title}\n",
+                _verdict(found, memory, models),
+                tables.markdown(yardstick.table(found, memory, most=MOST_ROWS)),
+                None if warning is None else f"{_sentence(warning.removeprefix(f'{found.title}: '))}.\n",
+                _drawn(chart, file, f"Bits per byte against bytes loaded per token, {found.corpus}"),
+            ),
+        )
+    )
+
+
+def _verdict(found: Yardstick, memory: float, models: list[dict[str, Any]]) -> str:
+    """The best model that fits, beside the floor, the ceiling and the n-gram models."""
+    best, floor, ceiling = found.fitting(memory)[0], found.floor(memory), found.ceiling
+    loads = "nothing" if best.loads_nothing else f"{bytes_text(best.loaded)} per token"
+    text = (
+        f"**{best.label}** has the lowest perplexity of the models that fit, {best.ppl.mean:.2f} "
+        f"({_seeds(best.ppl.n)}), and loads {loads}"
+    )
+    if floor is not None and floor is not best:
+        text += f"; the best that loads nothing, {floor.label}, has {floor.ppl.mean:.2f}"
+    if ceiling is not None:
+        text += f"; {ceiling.label} ({bytes_text(ceiling.fast_bytes)}) has {ceiling.ppl.mean:.2f}"
+    counts = ", ".join(f"{m['ppl']:.2f} ({m['order']}-gram)" for m in models)
+    return (
+        f"{text}. Kneser-Ney n-gram models of the same text, which only count: {counts}.\n" if counts else f"{text}.\n"
+    )
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _lengths(collection: Collection, folder: Path) -> str:
+    """Rows in slow memory over the longest training, beside vanilla: does the gain last?"""
+    longest = max((g.config.train.steps for g in collection.groups if _is(g)), default=0)
+    group = next((g for g in collection.groups if _is(g, steps=longest) and _reads_rows(g)), None)
+    if group is None or group.baseline is None:
+        return ""
+    rows = [group.baseline, *(row for row in group.complete if row.complete[0].record.sizes.get("row_bytes"))]
+    lines = {row.label: _validation(row.complete[0]) for row in rows}
+    run = rows[0].complete[0]
+    text = "".join(
+        f"- `{row.label}`: best {row.mean('best_ppl'):.2f} at step {row.mean('best_step'):,.0f}, "
+        f"{row.mean('ppl'):.2f} at the end ({_seeds(len(row.complete))}).\n"
+        for row in rows
+    )
+    return (
+        f"### Does the gain last?\n\n{group.title}: {run.epochs:.1f} passes over the text, four experts per layer, all "
+        f"in memory. Validation perplexity:\n\n{text}\n"
+        + _drawn(_over_steps(lines), folder / "length.svg", "Validation perplexity over the steps")
+    )
+
+
+def _reads_rows(group: Group) -> bool:
+    return any(run.record.sizes.get("row_bytes") for run in group.runs if run.complete)
+
+
+def _validation(run: Run) -> list[tuple[int, float]]:
+    return [(line["step"], line["valid"]["ppl"]) for line in run.log if "valid" in line]
+
+
+def _over_steps(lines: dict[str, list[tuple[int, float]]]) -> Chart:
+    shown = [{"row": row, "step": s, "ppl": rounded(ppl)} for row, line in lines.items() for s, ppl in line]
+    return (
+        alt.Chart(inline(shown))
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("step:Q", title="step"),
+            y=alt.Y("ppl:Q", title="validation perplexity (log)", scale=alt.Scale(type="log", nice=False)),
+            color=colour_by("row", list(lines)),
+        )
+        .properties(width=560, height=260)
+    )
 
 
 def _compared(

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stickymoe
+from reference import lru_request
 from stickymoe.locality import coherence, figures, metrics
 from stickymoe.locality.measure import COLD_TOKENS, loads_per_token, measure
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.streams import Access
 from stickymoe.locality.table import RouteTable
 from stickymoe.training import evaluate
-from reference import lru_request
 from strategies import costly, seeds, sticky_choices, tables
 
 

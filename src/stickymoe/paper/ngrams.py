@@ -78,7 +78,7 @@ def kneser_ney(
         start = max(n - 2, 0)
         keys = _keys(text[1:] if n == 1 else text, n, vocab_size)
         p[start:] = counted.probabilities(keys, p[start:], vocab_size)
-    return np.log(p)
+    return np.asarray(np.log(p))
 
 
 def _orders(train: Integer[np.ndarray, " n"], order: int, vocab_size: int) -> Iterator[_Order]:

@@ -69,9 +69,10 @@ def horizontal_lines(
     return [rule, name.encode(x=alt.value("width" if at_end else 0), text="name:N")]
 
 
-def labels(points: Points, x: alt.X, y: alt.Y) -> Chart:
-    """The `label` of each point, next to the point."""
-    text = alt.Chart(inline(points)).mark_text(align="left", dx=8, dy=-6, fontSize=10, color=INK)
+def labels(points: Points, x: alt.X, y: alt.Y, *, before: bool = False) -> Chart:
+    """The `label` of each point, after the point or `before` it."""
+    side: dict[str, Any] = {"align": "right", "dx": -8} if before else {"align": "left", "dx": 8}
+    text = alt.Chart(inline(points)).mark_text(**side, dy=-6, fontSize=10, color=INK)
     return text.encode(x=x, y=y, text="label:N")
 
 
