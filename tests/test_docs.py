@@ -19,8 +19,10 @@ import torch
 from checkpoints import write_checkpoint
 from stickymoe.cli import COMMANDS, main
 from stickymoe.locality.devices import load_device, parse_device
+from stickymoe.locality.plan import bytes_text
 from stickymoe.paper.grids import GRIDS
 from stickymoe.paper.sections import paper_report
+from stickymoe.reports.collection import Row, Run, collect
 from stickymoe.runs.folder import run_id
 from stickymoe.runs.presets import PRESETS, RECOMMENDED
 from stickymoe.runs.record import RunRecord
@@ -173,6 +175,42 @@ def test_every_published_row_beyond_the_paper_is_in_a_grid():
     rows = set().union(*map(rows_of, grids))
     assert rows <= published()
     assert published() <= rows | rows_of("frontier")
+
+
+def found_rows(*folders, experts=4):
+    """Rows of published runs by their labels, over all seeds."""
+    by_label: dict[str, list[Run]] = {}
+    for run in collect([ROOT / "results" / folder for folder in folders]).runs:
+        if run.config.model.n_experts == experts:
+            by_label.setdefault(run.config.variant.label, []).append(run)
+    return {label: Row.of(runs) for label, runs in by_label.items()}
+
+
+def test_the_numbers_of_the_readme_follow_from_the_records():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    small = found_rows("paper/cpu-small", "frontier/cpu-small")
+    alone = found_rows("frontier/cpu-small", experts=3)
+    sixteen = found_rows("frontier/cpu-16", experts=16)
+    lookup, longer = found_rows("frontier/lookup"), found_rows("frontier/longer")
+    three, four = "siblings C=3 B=0.03 token hashed", "siblings C=4 B=0.1 token hashed"
+    fewer = sixteen[four].fewer_misses(sixteen["vanilla"], "cache_hit_rate_all_c4").mean
+    assert round(fewer) == 12
+    assert readme.count("twelve times") == 2
+    assert abs(sixteen[four].change(sixteen["vanilla"]).mean) < 0.5  # the same perplexity
+    assert sixteen[four].mean("ppl") > small["siblings C=4 B=0.03 token hashed"].mean("ppl")  # of four experts
+    assert round(small[three].fewer_misses(small["vanilla"], "cache_hit_rate_all_c3").mean) == 13
+    assert f"thirteen times fewer misses and {-small[three].change(small['vanilla']).mean:.0f} % lower" in readme
+    assert f"within {-small[three].change(alone[three]).mean:.1f} % of it (one seed)" in readme
+    all_resident = sixteen["siblings C=16 B=0.03 token hashed"]
+    assert f"has {-all_resident.change(sixteen[four]).mean:.0f} % lower perplexity (one seed)" in readme
+    rows = lookup["hash+lookup n=2,3"]
+    assert f"reads {bytes_text(rows.runs[0].record.sizes['row_bytes'])} per token" in readme
+    best = min((row for row in longer.values() if row.label != "hash+lookup"), key=lambda row: row.mean("ppl"))
+    assert f"has perplexity {rows.mean('ppl'):.2f} where the best model that fits and loads nothing has" in readme
+    assert f"loads nothing has {best.mean('ppl'):.2f} (WikiText-2; one seed)" in readme
+    counted = json.loads((ROOT / "results" / "ngrams.json").read_text())
+    (trigram,) = (m for c in counted if c["corpus"] == "wikitext-2" for m in c["models"] if m["order"] == 3)
+    assert f"trigram, which only counts, has {trigram['ppl']:.2f}" in readme
 
 
 def test_the_recommended_variant_is_published():
