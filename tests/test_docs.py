@@ -211,6 +211,11 @@ def test_the_numbers_of_the_readme_follow_from_the_records():
     counted = json.loads((ROOT / "results" / "ngrams.json").read_text())
     (trigram,) = (m for c in counted if c["corpus"] == "wikitext-2" for m in c["models"] if m["order"] == 3)
     assert f"trigram, which only counts, has {trigram['ppl']:.2f}" in readme
+    plain, over = found_rows("paper/length")["vanilla"], found_rows("paper/length", "frontier/lookup-length")
+    best = min(line["valid"]["ppl"] for line in over["hash+lookup n=2,3"].runs[0].log if "valid" in line)
+    passes = f"{plain.runs[0].epochs:.1f} passes"
+    assert f"over {passes} the rows overfit: {best:.2f} at best, where plain routing reaches" in readme
+    assert f"reaches {plain.mean('ppl'):.2f} with the same four experts" in readme
 
 
 def test_the_recommended_variant_is_published():
