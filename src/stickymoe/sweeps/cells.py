@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from stickymoe.data.tokens import load_tokens
 from stickymoe.errors import RunError
@@ -31,6 +31,7 @@ class Ended:
     lost: bool = False
 
 
+@runtime_checkable
 class Running(Protocol):
     """A cell that an engine has started."""
 
@@ -43,6 +44,7 @@ class Running(Protocol):
         ...
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Where cells run."""
 

@@ -19,6 +19,7 @@ def main(parent: int, arguments: list[str]) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
     if os.getppid() != parent:  # it died before the call
         sys.exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it in its workers and what they start
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
