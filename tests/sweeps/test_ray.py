@@ -138,6 +138,7 @@ def test_ctrl_c_saves_the_cells_and_leaves_no_process(cluster, grid, tmp_path):
         ("127.0.0.1:99999", "No Ray cluster answers at 127.0.0.1:99999"),
         ("ray://head:10001", "expected HOST:PORT"),
         ("head", "expected HOST:PORT"),
+        ("local", "expected HOST:PORT"),
     ],
 )
 def test_a_cluster_that_cannot_be_reached_is_one_line(address, message, grid, tmp_path, capsys):

@@ -48,7 +48,7 @@ def sweep_command(argv: list[str]) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="head node of the Ray cluster (default: RAY_ADDRESS, the cluster of this machine, or a new one here)",
+        help="head node of the Ray cluster (default: RAY_ADDRESS, or the cluster that runs on this machine)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the runs (default runs/GRID)")
     parser.add_argument("--dry_run", action="store_true", help="list the runs and exit")

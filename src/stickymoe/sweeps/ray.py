@@ -33,15 +33,17 @@ _LOST = {NodeDiedError: "its node died", OutOfMemoryError: "its node ran out of 
 
 @contextlib.contextmanager
 def ray_engine(address: str | None = None) -> Iterator[RayEngine]:
-    """The cluster at `address`, as ray.init finds it by default: RAY_ADDRESS, a running cluster, or a new one here."""
-    address = address or os.environ.get("RAY_ADDRESS") or None
-    shown = f"The Ray cluster at {address}" if address else "The Ray cluster of this machine"
-    if address is not None:
-        _require_reachable(address)
+    """The cluster at `address`; by default that of RAY_ADDRESS, or the one that runs on this machine.
+
+    None is started here: Ray would leave a token in the home folder, which changes how later clusters start.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    shown = "The Ray cluster of this machine" if address == "auto" else f"The Ray cluster at {address}"
+    _require_reachable(address)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     with contextlib.redirect_stdout(io.StringIO()):  # where Ray prints the last words of a node, in the live table
         try:
-            ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
+            ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
         except (RayError, OSError, RuntimeError, ValueError) as e:
             raise StickyError(f"{shown} cannot be used ({_first_line(e)}). See ray status.") from e
         try:
@@ -55,7 +57,7 @@ def ray_engine(address: str | None = None) -> Iterator[RayEngine]:
 
 def _require_reachable(address: str) -> None:
     """Ray itself would try for minutes."""
-    if address in ("auto", "local"):
+    if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
