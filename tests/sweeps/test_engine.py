@@ -174,6 +174,7 @@ class Unlucky:
         return 1
 
     def start(self, cell):
+        cell.prepare()
         self.starts += 1
         self.cell = cell
         return self
