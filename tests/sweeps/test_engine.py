@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -16,27 +15,11 @@ import yaml
 from stickymoe.cli import main
 from stickymoe.errors import RunError
 from stickymoe.runs.record import RunRecord
-from stickymoe.sweeps import engine as sweep_module
-from stickymoe.sweeps.engine import plan, sweep
-from stickymoe.sweeps.grid import configs
+from stickymoe.sweeps.cells import Ended
+from stickymoe.sweeps.engine import MAX_LOSSES, sweep
+from stickymoe.sweeps.local import LocalEngine
 from stickymoe.training.loop import train
-
-SHORT = {"steps": 6, "warmup": 1, "eval_every": 3, "checkpoint_every": 2, "log_every": 1}
-
-
-@pytest.fixture(scope="session")
-def grid(corpus):
-    return {
-        "preset": "tiny",
-        "data": {"path": str(corpus), "vocab_size": 300},
-        "model": {"d_model": 16, "d_ff": 16, "seq_len": 16},
-        "train": SHORT,
-    }
-
-
-def cells_of(grid, out, *variants, seeds=(42,), **row):
-    rows = [{"variant": variant, **row} for variant in variants]
-    return plan(configs({**grid, "rows": rows}, seeds=list(seeds), flags=[], source="test"), out)
+from tests.sweeps.conftest import SHORT, cells_of, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -132,6 +115,8 @@ def test_dry_run_lists_and_does_nothing(tmp_path, corpus, capsys):
         (["cpu-smal"], "Did you mean 'cpu-small'"),
         (["demo", "--seeds", "a"], "'a'"),
         (["demo", "--jobs", "0"], "--jobs: got 0"),
+        (["demo", "--engine", "slurm"], "'slurm' (choose from"),
+        (["demo", "--address", "head:6379"], "add --engine ray"),
         (["demo", "--dry-run"], "Did you mean '--dry_run'"),
         (["demo", "--seed", "43"], "use --seeds in a sweep"),
         (["demo", "--variant", "soft"], "choose rows with --rows"),
@@ -165,18 +150,61 @@ def test_a_sweep_that_cannot_continue_leaves_no_process(grid, tmp_path, monkeypa
     """As when the disk is full and the next run cannot be prepared."""
     long = {"train": {**SHORT, "steps": 100_000}}
     cells = [*cells_of(grid, tmp_path, "vanilla", **long), *cells_of(grid, tmp_path, "soft", **long)]
-    start, children = sweep_module._start, []
+    started = []
 
-    def start_once(cell):
-        if children:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        children.append(start(cell))
-        return children[0]
+    class FullDisk(LocalEngine):
+        def start(self, cell):
+            if started:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            started.append(super().start(cell))
+            return started[0]
 
-    monkeypatch.setattr(sweep_module, "_start", start_once)
     with pytest.raises(RunError, match=r"Sweep stopped.*No space left on device"):
-        sweep(cells, jobs=2)
-    assert children[0].poll() is not None
+        sweep(cells, jobs=2, engine=FullDisk())
+    assert started[0].poll() is not None
+
+
+class Unlucky:
+    """An engine on which every process is lost, after `progress` has advanced the run."""
+
+    def __init__(self, progress):
+        self.progress, self.starts = progress, 0
+
+    def cpus(self):
+        return 1
+
+    def start(self, cell):
+        cell.prepare()
+        self.starts += 1
+        self.cell = cell
+        return self
+
+    def poll(self):
+        self.progress(self)
+        return Ended(1, "its node died", lost=True)
+
+
+def test_a_cell_that_is_lost_without_progress_fails_in_the_end(grid, tmp_path):
+    engine = Unlucky(lambda engine: None)
+    (cell,) = sweep(cells_of(grid, tmp_path, "vanilla"), engine=engine)
+    assert engine.starts == MAX_LOSSES
+    assert cell.status == "failed"
+    assert RunRecord.read(cell.folder.record).failure == "its node died, 3 times without progress"
+
+
+def test_a_cell_that_is_lost_after_progress_starts_again(grid, vanilla_only, tmp_path):
+    record = vanilla_only.folder.record.read_text()
+    vanilla_only.folder.record.unlink()
+    vanilla_only.folder.metrics.unlink()
+
+    def advance(engine):
+        engine.cell.folder.append(engine.cell.folder.metrics, {"step": engine.starts})
+        if engine.starts > MAX_LOSSES:
+            engine.cell.folder.record.write_text(record)
+
+    engine = Unlucky(advance)
+    (cell,) = sweep(cells_of(grid, tmp_path, "vanilla"), engine=engine)
+    assert (cell.status, engine.starts) == ("complete", MAX_LOSSES + 1)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -194,11 +222,3 @@ def test_a_stopped_sweep_leaves_no_process_and_can_be_resumed(grid, tmp_path, ho
     assert "The same command resumes it" in message
     assert not child.is_running()
     assert RunRecord.read(metrics.with_name("record.json")).status == "interrupted"
-
-
-def wait_for(look, seconds=60):
-    end = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.05)
-    return found

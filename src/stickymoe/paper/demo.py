@@ -5,7 +5,6 @@ Then plain routing and the recommended router generate text, with experts on dis
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +23,8 @@ from stickymoe.reports.collection import Run, grouped
 from stickymoe.reports.ribbon import read_ribbon, ribbon_svg
 from stickymoe.reports.tables import LEGEND, markdown, results, results_console, terminal
 from stickymoe.runs.presets import RECOMMENDED
-from stickymoe.sweeps.engine import plan, sweep
+from stickymoe.sweeps.cells import plan
+from stickymoe.sweeps.engine import sweep
 from stickymoe.sweeps.grid import configs
 
 NEXT = """\
@@ -53,7 +53,7 @@ def demo(out: Path, *, command: str = "stickymoe") -> None:
     `command` is the name of the program in the suggested commands.
     """
     console = results_console()
-    cells = sweep(plan(configs(GRIDS["demo"], seeds=[42], flags=[], source="demo"), out), jobs=os.cpu_count() or 1)
+    cells = sweep(plan(configs(GRIDS["demo"], seeds=[42], flags=[], source="demo"), out))
     records = [record for cell in cells if (record := cell.record) is not None]
     (group,) = grouped((Run.of(record) for record in records), order=PAPER_ORDER)
     table = results(group.rows, group.baseline)
