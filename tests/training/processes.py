@@ -16,6 +16,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from stickymoe.runs.folder import RunFolder
+from stickymoe.runs.record import RunRecord
 
 DEADLINE = 300.0  # seconds after which processes that wait for each other count as hung
 
@@ -149,3 +150,12 @@ def raise_at_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sig
         return original(self, index, **kwargs)
 
     monkeypatch.setattr(TrainBatches, "batch", batch)
+
+
+def same_losses(run: Path, expected: Path) -> None:
+    """Up to rounding: two finished runs of the same id."""
+    for ours, theirs in zip(train_losses(run), train_losses(expected), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    record, other = RunRecord.read(run / "record.json"), RunRecord.read(expected / "record.json")
+    assert (record.status, record.run_id) == ("complete", other.run_id)
+    assert record.metrics["ppl"] == pytest.approx(other.metrics["ppl"], rel=1e-4)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import DEADLINE, Ended, free_port, in_two, on_call, raise_at_step, train_losses
+from processes import DEADLINE, Ended, free_port, in_two, on_call, raise_at_step, same_losses
 from safetensors.torch import load_file
 
 from stickymoe.cli import main
@@ -59,14 +59,6 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     newest = find_checkpoint(run / "checkpoints")
     assert newest is not None
     return load_file(newest / "model.safetensors")
-
-
-def same_losses(run: Path, expected: Path) -> None:
-    for ours, theirs in zip(train_losses(run), train_losses(expected), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
-    record, other = RunRecord.read(run / "record.json"), RunRecord.read(expected / "record.json")
-    assert (record.status, record.run_id) == ("complete", other.run_id)
-    assert record.metrics["ppl"] == pytest.approx(other.metrics["ppl"], rel=1e-4)
 
 
 class TestLosses:

@@ -24,6 +24,7 @@ from stickymoe.data.tokens import TokenData, load_tokens
 from stickymoe.errors import ConfigError, DataError, DivergedError, InterruptedRunError, RunError
 from stickymoe.locality.formats import save_table
 from stickymoe.locality.table import RouteTable
+from stickymoe.models.gpt import GPT
 from stickymoe.runs.config import RunConfig
 from stickymoe.runs.environment import describe_environment, resumed_environment
 from stickymoe.runs.folder import RunFolder, checkpoint_name, run_id
@@ -39,6 +40,7 @@ from stickymoe.training.checkpoint import (
     load_optimiser,
     read_progress,
     save_checkpoint,
+    save_shards,
 )
 from stickymoe.training.evaluate import Evaluation, evaluate
 from stickymoe.training.memory import keep_freed_memory
@@ -122,6 +124,14 @@ def _require_same(data: TokenData, fingerprint: str) -> None:
         )
 
 
+def _require_dense_gradients(model: GPT, config: RunConfig) -> None:
+    if model.slow_parameters():
+        raise ConfigError(
+            f"variant: got {config.variant.name}, whose tables have sparse gradients, which FSDP cannot shard; train "
+            "it without FSDP."
+        )
+
+
 class _Run:
     """One run in progress."""
 
@@ -154,7 +164,11 @@ class _Run:
             raise DataError(
                 f"The validation text has {len(data.valid.tokens)} tokens, expected at least 2. Give more text."
             )
-        self.model = build_model(config, data.vocab_size).to(accelerator.device)
+        self.model = build_model(config, data.vocab_size)
+        if accelerator.is_fsdp2:
+            _require_dense_gradients(self.model, config)
+        else:
+            self.model.to(accelerator.device)
         self.progress = Progress(step=0)
 
     def execute(self, checkpoint: str | None, first_phase: Path | None) -> RunRecord:
@@ -311,7 +325,11 @@ class _Run:
         done.write(self.folder.record)
 
     def _save(self, optimiser: torch.optim.Optimizer) -> None:
-        self.processes.in_main(lambda: save_checkpoint(self.folder.checkpoints, self.progress, self.model, optimiser))
+        checkpoints, progress, model = self.folder.checkpoints, self.progress, self.model
+        if self.accelerator.is_fsdp2:
+            save_shards(checkpoints, progress, model, optimiser, self.processes)
+        else:
+            self.processes.in_main(lambda: save_checkpoint(checkpoints, progress, model, optimiser))
 
     def _log(self, line: dict[str, Any]) -> None:
         if self.processes.is_main:
