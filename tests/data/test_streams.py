@@ -63,11 +63,11 @@ def test_without_validation_texts_two_of_200_are_held_out(dataset: Callable[...,
 
 def test_a_limit_counts_documents(dataset: Callable[..., str], tmp_path: Path) -> None:
     name = dataset(train=TEXTS, validation=TEXTS[:5])
-    limited, whole = (load_tokens(config(name, tmp_path, limit=limit)) for limit in (30, None))
+    limited, whole = (load_tokens(config(name, tmp_path, limit=limit)) for limit in (30, 0))
     assert (len(limited.train.topics), len(limited.valid.topics)) == (30, 5)
     assert limited.fingerprint != whole.fingerprint
-    with pytest.raises(ConfigError, match=r"^data\.limit: got 0"):
-        DataConfig(limit=0)
+    with pytest.raises(ConfigError, match=r"^data\.limit: got -1"):
+        DataConfig(limit=-1)
 
 
 def test_is_read_once_until_it_changes(

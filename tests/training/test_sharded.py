@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import in_two, on_call, raise_at_step, same_losses, train_losses
+from processes import DEADLINE, free_port, in_two, on_call, raise_at_step, same_losses, train_losses
 from safetensors.torch import load_file
 
 from stickymoe.cli import main
@@ -98,6 +101,26 @@ class TestTraining:
         config = small(*more, variant=variant)
         trained_in_two(config, tmp_path / "run", tmp_path, settings)
         same_losses(tmp_path / "run", finished(config))
+
+    def test_with_the_file_of_the_guide(
+        self, flags: list[str], small: Small, finished: Finished, tmp_path: Path
+    ) -> None:
+        """Typed as in docs/guide.md, with two processes."""
+        guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+        (settings,) = re.findall(r"^```yaml\n(compute_environment.*?)^```", guide, re.MULTILINE | re.DOTALL)
+        (tmp_path / "fsdp.yaml").write_text(settings.replace("num_processes: 8", "num_processes: 2"))
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp.yaml")]
+        launch += ["--main_process_port", str(free_port()), "-m", "stickymoe.cli"]
+        done = subprocess.run(
+            [*launch, "train", "--preset", "tiny", *flags, "--quiet", "--out", str(tmp_path / "run")],
+            env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
+        assert done.returncode == 0, done.stderr
+        assert len(list(newest(tmp_path / "run").glob("model-*"))) == 2
+        same_losses(tmp_path / "run", finished(small()))
 
     def test_in_bf16_keeps_weights_and_gates_in_fp32(self, small: Small, finished: Finished, tmp_path: Path) -> None:
         trained_in_two(small("--train.precision", "bf16"), tmp_path / "run", tmp_path)

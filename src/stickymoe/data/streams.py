@@ -10,7 +10,8 @@ from typing import Any
 from stickymoe.errors import DataError
 from stickymoe.reading import reason
 
-HELD_OUT = 200  # without a validation split, two of so many documents are held out: for validation, and for the test
+# Without a validation split, one document of so many is held out for validation and one for the test, up to a limit.
+HELD_OUT, MOST_HELD_OUT = 200, 500
 _COLUMN = "text"
 _VALID = ("validation", "valid", "val", "dev")
 
@@ -22,12 +23,12 @@ class Stream:
     name: str
     open: Callable[[], Any]
     keeps: Callable[[int], bool]
-    limit: int | None = None
+    limit: int = 0
 
     def __iter__(self) -> Iterator[str]:
         with explained(self.name):
             for number, example in enumerate(self.open()):
-                if self.limit is not None and number >= self.limit:
+                if self.limit and number >= self.limit:
                     return
                 text = example.get(_COLUMN)
                 if not isinstance(text, str):
@@ -51,7 +52,7 @@ def explained(name: str) -> Iterator[None]:
         ) from e
 
 
-def open_streams(name: str, limit: int | None) -> tuple[str, dict[str, Stream]]:
+def open_streams(name: str, limit: int) -> tuple[str, dict[str, Stream]]:
     """What identifies the text of `NAME` or `NAME:SUBSET` in its present state, and its splits."""
     try:
         from datasets import load_dataset_builder
@@ -67,17 +68,23 @@ def open_streams(name: str, limit: int | None) -> tuple[str, dict[str, Stream]]:
         raise DataError(f"Corpus '{name}' has the splits {', '.join(splits)}, expected train.")
     valid = next((split for split in _VALID if split in splits), None)
 
-    def stream(split: str, keeps: Callable[[int], bool] = lambda number: True, limit: int | None = None) -> Stream:
+    def stream(split: str, keeps: Callable[[int], bool] = lambda number: True, limit: int = 0) -> Stream:
         return Stream(name, lambda: splits[split], keeps, limit)
 
     if valid is None:
         found = {
-            "train": stream("train", lambda number: number % HELD_OUT not in (0, 1), limit),
-            "valid": stream("train", lambda number: number % HELD_OUT == 0, limit),
-            "test": stream("train", lambda number: number % HELD_OUT == 1, limit),
+            "train": stream("train", lambda number: _held_out(number) is None, limit),
+            "valid": stream("train", lambda number: _held_out(number) == "valid", limit),
+            "test": stream("train", lambda number: _held_out(number) == "test", limit),
         }
     else:
         found = {"train": stream("train", limit=limit), "valid": stream(valid)}
         if "test" in splits:
             found["test"] = stream("test")
     return f"{path}:{builder.config_id}:{builder.hash}:{limit}", found
+
+
+def _held_out(number: int) -> str | None:
+    """The split that a document of a dataset without validation texts is held out for."""
+    group, place = divmod(number, HELD_OUT)
+    return {0: "valid", 1: "test"}.get(place) if group < MOST_HELD_OUT else None

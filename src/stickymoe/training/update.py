@@ -86,8 +86,9 @@ class Updates:
         ]
         sums: dict[str, Tensor] = {}
         for micro, (batch, share) in enumerate(zip(batches, self._shares(batches), strict=True)):
-            last = micro == accumulate - 1
-            with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+            # FSDP would keep whole gradients between micro-batches.
+            sync = accelerator.is_fsdp2 or micro == accumulate - 1
+            with contextlib.nullcontext() if sync else accelerator.no_sync(self.model):
                 values = self._loss(batch, progress)
                 accelerator.backward(values["loss"] * share)
             for name, value in values.items():
