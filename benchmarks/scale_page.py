@@ -26,18 +26,17 @@ TOKEN_BYTES = 10  # in the token cache: token and document of four bytes, and tw
 
 @dataclass(frozen=True)
 class Device:
-    """Dense bf16 FLOP/s and bytes of memory, as the vendor states them."""
+    """Dense bf16 FLOP/s, as the vendor states them."""
 
     name: str
     peak: float
-    memory: float
 
 
 DEVICES = (
-    Device("RTX 4090", 165e12, 24e9),
-    Device("L40S", 362e12, 48e9),
-    Device("A100 80 GB", 312e12, 80e9),
-    Device("H100 SXM", 989e12, 80e9),
+    Device("RTX 4090", 165e12),
+    Device("L40S", 362e12),
+    Device("A100 80 GB", 312e12),
+    Device("H100 SXM", 989e12),
 )
 
 
@@ -129,7 +128,7 @@ def page(record: dict[str, Any]) -> str:
         ]
         for device in DEVICES
     ]
-    years = per_token * tokens / flops / 3600 / 24 / 365
+    days = per_token * tokens / flops / 3600 / 24
     return f"""\
 # Scale
 
@@ -191,10 +190,9 @@ by their number only if communication is hidden.
 {table(["device", "dense bf16 peak, TFLOP/s", *(f"at {u:.0%}" for u in UTILISATION)], cost)}
 - Peaks are those of the vendors; utilisations are assumptions. Experts are small ({c.d_model} × {c.d_ff}) and are
   computed one after another, without a fused kernel, so expect the low end.
-- What was measured is the CPU: `cpu-small` with this vocabulary trains {
-        speed:,.0f} tokens/s on two threads, which by the
-  same count is {flops / 1e9:.0f} GFLOP/s, {share:.0%} of what its matrix products alone reach there. At that rate the
-  preset would take {years:.0f} years.
+- Measured was a CPU: `cpu-small` with this vocabulary trains {speed:,.0f} tokens/s on two threads. By the same count
+  this is {flops / 1e9:.0f} GFLOP/s, {share:.0%} of what its matrix products alone reach there. At that rate the preset
+  would take {days:.0f} days.
 
 ## What was not tried
 

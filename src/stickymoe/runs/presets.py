@@ -66,12 +66,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "1b": {
         "data": {"corpus": "HuggingFaceFW/fineweb-edu:sample-10BT", "tokenizer": "gpt2", "limit": 5_000_000},
         "model": {
-            "d_model": 960,
+            "d_model": 704,
             "n_layers": 16,
-            "n_heads": 15,
+            "n_heads": 11,
             "n_experts": 32,
-            "top_k": 4,
-            "d_ff": 960,
+            "top_k": 2,
+            "d_ff": 1408,
             "seq_len": 1024,
         },
         "train": {
