@@ -108,7 +108,7 @@ def test_python_works_as_written(page, place, monkeypatch, capsys):
 
 
 def test_the_grid_in_the_guide_is_valid(tmp_path):
-    (grid,) = fenced(ROOT / "docs" / "guide.md", "yaml")
+    grid = fenced(ROOT / "docs" / "guide.md", "yaml")[0]
     file = tmp_path / "grid.yaml"
     file.write_text(grid)
     runs = configs(load_grid(str(file), GRIDS), seeds=[1], flags=[], source="guide")

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,11 @@ from stickymoe.errors import DataError
 from stickymoe.runs.config import DataConfig
 
 FILES = [
-    *(f"{split}.{kind}.npy" for split in ("train", "valid", "test") for kind in ("tokens", "doc", "row_start")),
+    *(
+        f"{split}.{kind}.npy"
+        for split in ("train", "valid", "test")
+        for kind in ("tokens", "doc", "row_start", "boundary")
+    ),
     "tokenizer.json",
     "meta.json",
 ]
@@ -132,24 +137,31 @@ def test_a_cache_folder_that_cannot_be_written(small: DataConfig, tmp_path: Path
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_writers_and_readers_at_once(tmp_path: Path, damaged: bool) -> None:
-    entry = Entry(about={"topics": [None, "a"]}, files={"one": b"1" * 1000, "two": b"2" * 1000})
+    files, about = {"one": b"1" * 1000, "two": b"2" * 1000}, {"topics": [None, "a"]}
+
+    def fill(folder: Path) -> dict[str, Any]:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        return about
+
     n = 6
     for round_ in range(5):
         folder = tmp_path / f"entry-{round_}"
         if damaged:
-            write_entry(folder, entry)
+            write_entry(folder, fill)
             flip_a_byte(folder / "two")
         barrier = Barrier(n)
 
         def race(barrier: Barrier = barrier, folder: Path = folder) -> Entry | None:
             barrier.wait()
-            write_entry(folder, entry)
+            write_entry(folder, fill)
             return read_entry(folder)
 
         with ThreadPoolExecutor(n) as pool:
             found = [future.result() for future in [pool.submit(race) for _ in range(n)]]
-        assert all(each in (entry, None) for each in found)
-        assert read_entry(folder) == entry
+        assert all(each in (Entry(about, folder), None) for each in found)
+        assert read_entry(folder) == Entry(about, folder)
+        assert {name: (folder / name).read_bytes() for name in files} == files
     assert len(list(tmp_path.iterdir())) == 5
 
 

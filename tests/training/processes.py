@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from accelerate.state import AcceleratorState
 
 from stickymoe.runs.folder import RunFolder
+from stickymoe.runs.record import RunRecord
+
+DEADLINE = 300.0  # seconds after which processes that wait for each other count as hung
 
 
 class Ended(NamedTuple):
@@ -52,10 +58,39 @@ class Child:
     def kill(self) -> None:
         os.kill(self._pid, signal.SIGKILL)
 
-    def wait(self) -> Ended:
+    def wait(self, deadline: float | None = None) -> Ended:
+        """How it ended; killed if it still runs at the `deadline` of the monotonic clock."""
+        while deadline is not None and not os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+            if time.monotonic() > deadline:
+                self.kill()
+                break
+            time.sleep(0.02)
         _, status = os.waitpid(self._pid, 0)
         stdout, stderr = ((self._outputs / name).read_text() for name in ("stdout", "stderr"))
         return Ended(os.waitstatus_to_exitcode(status), stdout, stderr)
+
+
+def in_two(work: Callable[[int], Any], outputs: Path, settings: Mapping[str, str] | None = None) -> list[Ended]:
+    """How `work`, with the rank, ends in two processes that are launched as torchrun does, with these `settings`."""
+    port = free_port()
+
+    def launched(rank: int) -> Any:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"})
+        os.environ.update(settings or {})
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return work(rank)
+
+    children = [Child(lambda rank=rank: launched(rank), outputs / str(rank)) for rank in range(2)]
+    deadline = time.monotonic() + DEADLINE
+    return [child.wait(deadline) for child in children]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 def die() -> None:
@@ -115,3 +150,12 @@ def raise_at_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sig
         return original(self, index, **kwargs)
 
     monkeypatch.setattr(TrainBatches, "batch", batch)
+
+
+def same_losses(run: Path, expected: Path) -> None:
+    """Up to rounding: two finished runs of the same id."""
+    for ours, theirs in zip(train_losses(run), train_losses(expected), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    record, other = RunRecord.read(run / "record.json"), RunRecord.read(expected / "record.json")
+    assert (record.status, record.run_id) == ("complete", other.run_id)
+    assert record.metrics["ppl"] == pytest.approx(other.metrics["ppl"], rel=1e-4)

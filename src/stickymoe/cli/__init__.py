@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
 import logging
+import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from stickymoe import __version__
 from stickymoe.errors import InterruptedRunError, StickyError, unknown
@@ -89,13 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with extras_for(args[0]):
             _command(args[0])(args[1:])
     except InterruptedRunError as e:
-        print(e, file=sys.stderr)
+        _report(str(e))
         return 130
     except StickyError as e:
         if debug:
             traceback.print_exc()
             return 2
-        print(f"stickymoe: {e}", file=sys.stderr)
+        _report(f"stickymoe: {e}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -103,3 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     return 0
+
+
+def _report(line: str) -> None:
+    """Print an error, once per machine: all processes of a run end with the same one. Also give it to torchrun."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        report = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps(report))

@@ -68,9 +68,14 @@ def train_command(argv: list[str]) -> None:
         first_phase=args.first_phase,
         quiet=args.quiet,
     )
-    if os.environ.get("RANK", "0") == "0":
+    if _is_main():
         print_results([record])
         print(out)
+
+
+def _is_main() -> bool:
+    """Whether this is the only process of the command, or the first of several."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _train_config(args: argparse.Namespace, flags: list[str]) -> RunConfig:
@@ -123,7 +128,9 @@ def eval_command(argv: list[str]) -> None:
 
     from stickymoe.training.restore import evaluate_run
 
-    print_results([evaluate_run(args.run, split=args.split, checkpoint=args.checkpoint, data_path=args.path)])
+    record = evaluate_run(args.run, split=args.split, checkpoint=args.checkpoint, data_path=args.path)
+    if _is_main():
+        print_results([record])
 
 
 def variants_command(argv: list[str]) -> None:

@@ -88,17 +88,27 @@ def eval_batches(split: TokenSplit, *, seq_len: int, batch_size: int, documents:
 
     The last chunk is padded; the last batch may have fewer rows.
     """
+    for index in range(n_eval_batches(split, seq_len=seq_len, batch_size=batch_size)):
+        yield eval_batch(split, index, seq_len=seq_len, batch_size=batch_size, documents=documents)
+
+
+def eval_batch(split: TokenSplit, index: int, *, seq_len: int, batch_size: int, documents: bool) -> Batch:
+    """One of `eval_batches`."""
+    chunks = np.arange(index * batch_size, min((index + 1) * batch_size, _n_eval_chunks(split, seq_len)))
+    return _gather(split, chunks, seq_len, documents)
+
+
+def n_eval_batches(split: TokenSplit, *, seq_len: int, batch_size: int) -> int:
+    """The number of all `eval_batches`."""
+    return -(-_n_eval_chunks(split, seq_len) // batch_size)
+
+
+def _n_eval_chunks(split: TokenSplit, seq_len: int) -> int:
+    """The number of rows of all `eval_batches`, including the padded one."""
     n_targets = len(split.tokens) - 1
     if n_targets < 1:
         raise DataError(f"The text to evaluate on has {len(split.tokens)} tokens, expected at least 2. Give more text.")
-    n_chunks = n_eval_chunks(split, seq_len)
-    for start in range(0, n_chunks, batch_size):
-        yield _gather(split, np.arange(start, min(start + batch_size, n_chunks)), seq_len, documents)
-
-
-def n_eval_chunks(split: TokenSplit, seq_len: int) -> int:
-    """The number of rows of all `eval_batches`, including the padded one."""
-    return -(-(len(split.tokens) - 1) // seq_len)
+    return -(-n_targets // seq_len)
 
 
 def _gather(split: TokenSplit, chunks: Int64[np.ndarray, " B"], seq_len: int, documents: bool) -> Batch:

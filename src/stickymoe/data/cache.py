@@ -12,13 +12,14 @@ import json
 import logging
 import shutil
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stickymoe import files
 from stickymoe.errors import DataError
-from stickymoe.reading import read_bytes, read_json
+from stickymoe.reading import read_json, reason
 
 SCHEMA = 1
 _log = logging.getLogger("stickymoe")
@@ -26,10 +27,10 @@ _log = logging.getLogger("stickymoe")
 
 @dataclass(frozen=True)
 class Entry:
-    """`about` is the content of `meta.json` besides schema and checksums."""
+    """A folder whose files are intact. `about` is the content of `meta.json` besides schema and checksums."""
 
     about: dict[str, Any]
-    files: dict[str, bytes]
+    folder: Path
 
 
 def read_entry(folder: Path) -> Entry | None:
@@ -43,13 +44,15 @@ def read_entry(folder: Path) -> Entry | None:
         return None
 
 
-def write_entry(folder: Path, entry: Entry) -> None:
-    """Write an entry so that readers see all of it or nothing."""
+def write_entry(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> Entry:
+    """Write an entry so that readers see all of it or nothing. `fill` writes its files and returns `about`."""
     temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
         temporary.mkdir(parents=True)
-        for name, content in {**entry.files, "meta.json": _meta(entry)}.items():
-            (temporary / name).write_bytes(content)
+        about = fill(temporary)
+        sums = {file.name: _checksum(file) for file in sorted(temporary.iterdir())}
+        body = {"schema": SCHEMA, "files": sums, "about": about}
+        (temporary / "meta.json").write_text(json.dumps({**body, "sha256": _digest(body)}, indent=1))
         _publish(temporary, folder)
     except OSError as error:
         raise DataError(
@@ -58,12 +61,12 @@ def write_entry(folder: Path, entry: Entry) -> None:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    return Entry(about, folder)
 
 
-def _meta(entry: Entry) -> bytes:
-    sums = {name: hashlib.sha256(content).hexdigest() for name, content in entry.files.items()}
-    body = {"schema": SCHEMA, "files": sums, "about": entry.about}
-    return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
+def _checksum(file: Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -72,12 +75,14 @@ def _digest(body: dict[str, Any]) -> str:
 
 def _read(folder: Path) -> Entry:
     meta = _read_meta(folder / "meta.json")
-    contents = {}
     for name, expected in meta["files"].items():
-        contents[name] = read_bytes(folder / name, DataError)
-        if hashlib.sha256(contents[name]).hexdigest() != expected:
+        try:
+            found = _checksum(folder / name)
+        except OSError as e:
+            raise DataError(f"{folder / name} cannot be read ({reason(e)}).") from e
+        if found != expected:
             raise DataError(f"{folder / name} does not match its checksum.")
-    return Entry(about=meta["about"], files=contents)
+    return Entry(meta["about"], folder)
 
 
 def _read_meta(file: Path) -> dict[str, Any]:

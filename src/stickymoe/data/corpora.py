@@ -7,12 +7,13 @@ Documents have topics, and router state may reset between them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 from stickymoe.data.factbook import COUNTRY_FOLDS, country_sections
+from stickymoe.data.streams import open_streams
 from stickymoe.errors import DataError, shown, unknown
 from stickymoe.reading import read_bytes, reason
 from stickymoe.runs.config import DataConfig
@@ -40,22 +41,46 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
+    """`identity` stands for the text of a streamed corpus, whose documents are read only when they are needed."""
+
     name: str
-    train: tuple[Document, ...]
-    valid: tuple[Document, ...]
-    test: tuple[Document, ...]
+    train: Iterable[Document]
+    valid: Iterable[Document]
+    test: Iterable[Document]
+    identity: str | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class _Streamed:
+    """The documents of a stream of texts."""
+
+    texts: Iterable[str]
+
+    def __iter__(self) -> Iterator[Document]:
+        for number, text in enumerate(self.texts):
+            rows = tuple(row for line in text.split("\n") if (row := line.strip()))
+            if rows:
+                yield Document(str(number), rows)
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """The text of `config.path` if given, otherwise the named corpus."""
+    """The text of `config.path` if given, otherwise the named corpus; a name with a slash is streamed."""
     if config.path is not None:
         corpus = _from_path(Path(config.path).expanduser())
     elif config.corpus in _NAMED:
         corpus = _NAMED[config.corpus]()
+    elif "/" in config.corpus:
+        return _streamed(config)
     else:
         raise DataError(unknown("corpus", config.corpus, _NAMED))
     _refuse_empty(corpus)
     return corpus
+
+
+def _streamed(config: DataConfig) -> Corpus:
+    identity, texts = open_streams(config.corpus, config.limit)
+    splits = (_Streamed(texts.get(split, ())) for split in ("train", "valid", "test"))
+    return Corpus(config.corpus, *splits, identity=identity)
 
 
 def _refuse_empty(corpus: Corpus) -> None:
@@ -228,7 +253,7 @@ def _refuse_mixed_unknowns(corpus: Corpus) -> None:
             )
 
 
-def _mostly_unknown(documents: Sequence[Document], others: Sequence[Document]) -> bool:
+def _mostly_unknown(documents: Iterable[Document], others: Iterable[Document]) -> bool:
     """Whether `<unk>` is more than 1 of 1,000 words here and does not occur in the others."""
     if _unknowns(others) or not (count := _unknowns(documents)):
         return False
@@ -236,5 +261,5 @@ def _mostly_unknown(documents: Sequence[Document], others: Sequence[Document]) -
     return count * 1000 > words
 
 
-def _unknowns(documents: Sequence[Document]) -> int:
+def _unknowns(documents: Iterable[Document]) -> int:
     return sum(row.count("<unk>") for document in documents for row in document.rows)

@@ -160,6 +160,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.fast = fast
+        # The units that accelerate shards: experts that several layers use are gathered for each of them.
+        self._no_split_modules = ("Block", "Experts") if config.layers_per_pool > 1 else ("Block",)
         self.token_embedding = nn.Embedding(vocab_size, config.d_model)
         self.position_embedding = nn.Embedding(config.seq_len, config.d_model)
         self.blocks = nn.ModuleList()

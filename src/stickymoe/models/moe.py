@@ -88,7 +88,7 @@ class Experts(nn.Module):
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert."""
-        return sum(p[0].nbytes for p in self.parameters())
+        return sum(p.nbytes // p.shape[0] for p in self.parameters())
 
 
 class _SharedGradient(torch.autograd.Function):

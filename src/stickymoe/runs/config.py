@@ -31,10 +31,12 @@ class DataConfig:
     """The text and its tokens.
 
     Args:
-        corpus: a named corpus: factbook (embedded) or wikitext-2 (from the hub)
+        corpus: factbook (embedded), wikitext-2 (from the hub), or a name with a slash, which datasets streams:
+            NAME or NAME:SUBSET on the hub, or a folder
         path: a folder of text to read instead of a named corpus
         tokenizer: gpt2, or bpe to train one on the corpus
         vocab_size: size of the trained vocabulary (bpe only)
+        limit: documents to read from the train split of a streamed corpus; 0 for all
         fraction: fraction of the training tokens to use, from the start
         documents: keep losses, router state and attention inside documents
         cache_dir: where token files are kept; by default the user's cache folder
@@ -44,12 +46,14 @@ class DataConfig:
     path: str | None = None
     tokenizer: Literal["gpt2", "bpe"] = "bpe"
     vocab_size: int = 4096
+    limit: int = 0
     fraction: float = 1.0
     documents: bool = False
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         require(self.vocab_size >= 257, "data.vocab_size", self.vocab_size, "at least 257 (256 bytes and a merge)")
+        require(self.limit >= 0, "data.limit", self.limit, "a whole number ≥ 0")
         require(0 < self.fraction <= 1, "data.fraction", self.fraction, "a fraction in (0, 1]")
 
 

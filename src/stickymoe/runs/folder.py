@@ -38,6 +38,7 @@ HELD = "is being written by another process."  # the end of the message when the
 
 # Settings added later, with the value of all earlier runs. They are part of an id only if they have another value.
 ADDED: dict[tuple[str, str], Any] = {
+    ("data", "limit"): 0,
     ("model", "share_block"): 1,
     ("model", "universal"): False,
     ("variant", "token"): False,

@@ -62,6 +62,29 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cpu-16": {"model": {**_SMALL, "n_experts": 16}, **_CPU, "eval": {"capacities": [2, 3, 4]}},
     "paper-small": {"model": _SMALL, **_PAPER},
     "paper-medium": {"model": _MEDIUM, **_PAPER},
+    # For several GPUs: docs/scale.md says what it needs.
+    "1b": {
+        "data": {"corpus": "HuggingFaceFW/fineweb-edu:sample-10BT", "tokenizer": "gpt2", "limit": 5_000_000},
+        "model": {
+            "d_model": 704,
+            "n_layers": 16,
+            "n_heads": 11,
+            "n_experts": 32,
+            "top_k": 2,
+            "d_ff": 1408,
+            "seq_len": 1024,
+        },
+        "train": {
+            "steps": 10_000,
+            "warmup": 500,
+            "batch_size": 512,
+            "accumulate": 8,
+            "precision": "bf16",
+            "eval_every": 1000,
+            "checkpoint_every": 500,
+        },
+        "eval": {"batch_size": 8, "capacities": [4, 8]},
+    },
 }
 
 # The recommended router: docs/frontier.md shows what it gains and costs.

@@ -19,7 +19,7 @@ from stickymoe.reading import read_text, reason
 from stickymoe.runs.folder import RunFolder
 from stickymoe.runs.settings import read_config
 from stickymoe.runtime.formats import ExpertSpec, TensorSpec
-from stickymoe.runtime.tensors import Entry, entries_of, fingerprint
+from stickymoe.runtime.tensors import Entry, find_entries, fingerprint
 from stickymoe.training.checkpoint import find_checkpoint
 
 
@@ -87,7 +87,7 @@ class RunCheckpoint(Checkpoint):
         chosen = find_checkpoint(self._folder.checkpoints)
         if chosen is None:
             raise RunError(f"{folder} has no checkpoint to pack: resume or repeat the run first.")
-        self._entries = entries_of(chosen / "model.safetensors")
+        self._entries = find_entries(chosen)
         c = config.model
         d, f = c.d_model, c.d_ff
         self.name = folder.resolve().name

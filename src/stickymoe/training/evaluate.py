@@ -6,13 +6,14 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Integer
+from jaxtyping import Float, Integer
 
-from stickymoe.data.batches import NO_TARGET, eval_batches
+from stickymoe.data.batches import NO_TARGET, Batch, eval_batch, n_eval_batches
 from stickymoe.data.tokens import TokenSplit
 from stickymoe.errors import DataError
 from stickymoe.locality import coherence
@@ -23,13 +24,15 @@ from stickymoe.models.gpt import GPT
 from stickymoe.routing.losses import LossContext, objective
 from stickymoe.routing.terms import Term
 from stickymoe.runs.config import RunConfig
+from stickymoe.training.processes import Processes
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """The results of an evaluation. `metrics` and `per_layer` are JSON-ready: None if not finite.
 
-    `nats` is the mean loss, which may be infinite or NaN. The dense control has no table.
+    `nats` is the mean loss, which may be infinite or NaN. The dense control has no table, and with several processes
+    only the main one has it.
     """
 
     nats: float
@@ -38,7 +41,18 @@ class Evaluation:
     table: RouteTable | None
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class _BatchResult:
+    """Sums over one batch: nats over its targets, the rest over its tokens."""
+
+    nats: float
+    targets: int
+    bytes: int
+    table: RouteTable | None
+    entropy: Float[np.ndarray, " layers"] | None
+    losses: dict[str, float]
+
+
 def evaluate(
     model: GPT,
     split: TokenSplit,
@@ -46,33 +60,100 @@ def evaluate(
     token_bytes: Integer[np.ndarray, " vocab"],
     *,
     terms: tuple[Term, ...] | None = None,
+    processes: Processes | None = None,
 ) -> Evaluation:
     """Perplexity, bits per byte, every locality metric and the unweighted loss `terms` of `model` on `split`.
 
     By default the terms are those of the last phase. The value of a term is its mean over batches, weighted by tokens.
+
+    Several `processes` take batches in turns. The main process sums up their results in the order of the text, so the
+    numbers are exactly those of one process.
     """
-    T = config.model.seq_len
-    device = model.token_embedding.weight.device
+    terms = config.variant.phases()[-1].terms if terms is None else terms
+    if processes is None:
+        results = _results(model, split, config, token_bytes, terms, part=0, parts=1)
+        return _summary(results, model, split, config, terms)
+    parts = processes.gathered(
+        _results(model, split, config, token_bytes, terms, part=processes.index, parts=processes.count)
+    )
+    whole: list[Evaluation] = []
+
+    def summarise() -> Evaluation:
+        in_order = [result for turn in zip_longest(*parts) for result in turn if result is not None]
+        whole.append(_summary(in_order, model, split, config, terms))
+        return replace(whole[0], table=None)
+
+    elsewhere = processes.in_main(summarise)
+    return whole[0] if whole else elsewhere
+
+
+@torch.no_grad()
+def _results(
+    model: GPT,
+    split: TokenSplit,
+    config: RunConfig,
+    token_bytes: Integer[np.ndarray, " vocab"],
+    terms: tuple[Term, ...],
+    *,
+    part: int,
+    parts: int,
+) -> list[_BatchResult]:
+    """The results of every `parts`-th batch, beginning with number `part`.
+
+    All processes do the same number of forward passes, because a sharded model needs all of them for each.
+    """
+    T, B = config.model.seq_len, config.eval.batch_size
+    n_batches = n_eval_batches(split, seq_len=T, batch_size=B)
+    rounds = -(-n_batches // parts)
+    results = []
+    with _evaluation_mode(model):
+        for index in range(part, rounds * parts, parts):
+            here = min(index, n_batches - 1)
+            batch = eval_batch(split, here, seq_len=T, batch_size=B, documents=config.data.documents)
+            result = _result(model, batch, config, token_bytes, terms)
+            if index == here:
+                results.append(result)
+    return results
+
+
+def _result(
+    model: GPT, batch: Batch, config: RunConfig, token_bytes: Integer[np.ndarray, " vocab"], terms: tuple[Term, ...]
+) -> _BatchResult:
+    counted = batch.targets != NO_TARGET
+    here = batch.to(model.token_embedding.weight.device)
+    out = model(here.tokens, here.targets, mask=here.mask, doc=here.doc, boundary=here.boundary)
+    n = int(counted.sum())
+    nats = float(out.loss) * n if n else 0.0
+    n_bytes = int(token_bytes[batch.targets[counted].numpy()].sum())
+    if out.trace is None:
+        return _BatchResult(nats, n, n_bytes, None, None, {})
+    context = LossContext(share_block=config.model.layers_per_pool)
+    real = int(batch.mask.sum())
+    return _BatchResult(
+        nats,
+        n,
+        n_bytes,
+        table=replace(out.trace.table(), weights=None, tokens=batch.tokens.numpy().astype(np.int32)),
+        entropy=(out.trace.gate_entropy_by_layer().double() * out.trace.mask.sum()).cpu().numpy(),
+        losses={name: float(x) * real for name, x in objective(out.trace, terms, context).values.items()},
+    )
+
+
+def _summary(
+    results: list[_BatchResult], model: GPT, split: TokenSplit, config: RunConfig, terms: tuple[Term, ...]
+) -> Evaluation:
     nats, n_targets, n_bytes = 0.0, 0, 0
     recorder, entropy = Recorder(), np.zeros(config.model.n_layers)
-    terms = config.variant.phases()[-1].terms if terms is None else terms
     losses = dict.fromkeys((term.symbol for term in terms), 0.0)
-    context = LossContext(share_block=config.model.layers_per_pool)
-    with _evaluation_mode(model):
-        for batch in eval_batches(split, seq_len=T, batch_size=config.eval.batch_size, documents=config.data.documents):
-            counted = batch.targets != NO_TARGET
-            here = batch.to(device)
-            out = model(here.tokens, here.targets, mask=here.mask, doc=here.doc, boundary=here.boundary)
-            n = int(counted.sum())
-            nats += float(out.loss) * n if n else 0.0
-            n_targets += n
-            n_bytes += int(token_bytes[batch.targets[counted].numpy()].sum())
-            if out.trace is not None:
-                recorder.add(replace(out.trace.table(), weights=None, tokens=batch.tokens.numpy().astype(np.int32)))
-                entropy += (out.trace.gate_entropy_by_layer().double() * out.trace.mask.sum()).cpu().numpy()
-                for symbol, value in objective(out.trace, terms, context).values.items():
-                    losses[symbol] += float(value) * int(batch.mask.sum())
-
+    for result in results:
+        nats += result.nats
+        n_targets += result.targets
+        n_bytes += result.bytes
+        if result.table is not None and result.entropy is not None:
+            recorder.add(result.table)
+            entropy += result.entropy
+            for symbol, value in result.losses.items():
+                losses[symbol] += value
     if n_targets == 0:
         raise DataError("Nothing to evaluate: every document of the text has fewer than 2 tokens.")
     values: dict[str, Any] = {
@@ -81,7 +162,7 @@ def evaluate(
         "targets": n_targets,
         "ce": _number(nats / n_targets),
     }
-    if out.trace is None:
+    if results[-1].table is None:
         return Evaluation(nats / n_targets, values, {}, None)
     table = recorder.finish(
         expert_bytes=tuple(model.expert_bytes()),

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from stickymoe.data.batches import TrainBatches
 from stickymoe.data.tokens import TokenData, load_tokens
-from stickymoe.errors import ConfigError, DataError, DivergedError, InterruptedRunError, RunError, StickyError
+from stickymoe.errors import ConfigError, DataError, DivergedError, InterruptedRunError, RunError
 from stickymoe.locality.formats import save_table
+from stickymoe.locality.table import RouteTable
+from stickymoe.models.gpt import GPT
 from stickymoe.runs.config import RunConfig
 from stickymoe.runs.environment import describe_environment, resumed_environment
 from stickymoe.runs.folder import RunFolder, checkpoint_name, run_id
@@ -39,9 +40,11 @@ from stickymoe.training.checkpoint import (
     load_optimiser,
     read_progress,
     save_checkpoint,
+    save_shards,
 )
 from stickymoe.training.evaluate import Evaluation, evaluate
 from stickymoe.training.memory import keep_freed_memory
+from stickymoe.training.processes import Processes
 from stickymoe.training.progress import Clock, Display
 from stickymoe.training.stopping import stop_request
 from stickymoe.training.update import NotFiniteError, Span, Updates, spans
@@ -64,9 +67,28 @@ def train(
     """
     keep_freed_memory()
     accelerator = make_accelerator(config)
-    with accelerator.main_process_first():
-        data = load_tokens(config.data)
-    folder = RunFolder(out)
+    processes = Processes(accelerator)
+    try:
+        return _train(config, RunFolder(out), accelerator, processes, resume, checkpoint, first_phase, quiet)
+    except RuntimeError as e:
+        lost = processes.lost(e)
+        if lost is None:
+            raise
+        raise lost from e
+
+
+def _train(
+    config: RunConfig,
+    folder: RunFolder,
+    accelerator: Accelerator,
+    processes: Processes,
+    resume: bool,
+    checkpoint: str | None,
+    first_phase: Path | None,
+    quiet: bool,
+) -> RunRecord:
+    data = processes.main_first(lambda: load_tokens(config.data))
+    processes.everywhere(lambda: _require_same(data, processes.from_main(data.fingerprint)))
     record = RunRecord(
         run_id=run_id(config, data.fingerprint),
         status="running",
@@ -76,27 +98,38 @@ def train(
         | {
             "device": accelerator.device.type,
             "threads": torch.get_num_threads(),
-            "processes": accelerator.num_processes,
+            "processes": processes.count,
         },
     )
     with contextlib.ExitStack() as held:
-        earlier: RunRecord | None = None
-        refusal: StickyError | None = None
-        if accelerator.is_main_process:
-            try:
-                held.enter_context(folder.lock())
-                earlier = earlier_run(folder, record, resume=resume)
-            except StickyError as e:
-                refusal = e
-        earlier, refusal = broadcast_object_list([earlier, refusal])  # all processes follow the main one
-        if refusal is not None:
-            raise refusal
+
+        def enter() -> RunRecord | None:
+            held.enter_context(folder.lock())
+            return earlier_run(folder, record, resume=resume)
+
+        earlier = processes.in_main(enter)
         if earlier is not None and earlier.status == "complete":
             return earlier
         if earlier is not None:
             record = replace(record, environment=resumed_environment(earlier.environment, record.environment))
-        run = _Run(config, data, folder, record, accelerator, quiet)
+        run = processes.everywhere(lambda: _Run(config, data, folder, record, accelerator, processes, quiet))
         return run.execute(checkpoint, first_phase)
+
+
+def _require_same(data: TokenData, fingerprint: str) -> None:
+    if data.fingerprint != fingerprint:
+        raise DataError(
+            f"The data of this process has the fingerprint {data.fingerprint[:12]}, that of the main process "
+            f"{fingerprint[:12]}. Give all machines the same corpus."
+        )
+
+
+def _require_dense_gradients(model: GPT, config: RunConfig) -> None:
+    if model.slow_parameters():
+        raise ConfigError(
+            f"variant: got {config.variant.name}, whose tables have sparse gradients, which FSDP cannot shard; train "
+            "it without FSDP."
+        )
 
 
 class _Run:
@@ -109,11 +142,12 @@ class _Run:
         folder: RunFolder,
         record: RunRecord,
         accelerator: Accelerator,
+        processes: Processes,
         quiet: bool,
     ) -> None:
         self.config, self.data, self.folder, self.record = config, data, folder, record
-        self.accelerator, self.quiet = accelerator, quiet
-        parts = config.train.accumulate * accelerator.num_processes
+        self.accelerator, self.processes, self.quiet = accelerator, processes, quiet
+        parts = config.train.accumulate * processes.count
         if config.train.batch_size % parts:
             raise ConfigError(
                 f"train.batch_size: got {config.train.batch_size}, expected a multiple of "
@@ -130,29 +164,27 @@ class _Run:
             raise DataError(
                 f"The validation text has {len(data.valid.tokens)} tokens, expected at least 2. Give more text."
             )
-        self.model = build_model(config, data.vocab_size).to(accelerator.device)
+        self.model = build_model(config, data.vocab_size)
+        if accelerator.is_fsdp2:
+            _require_dense_gradients(self.model, config)
+        else:
+            self.model.to(accelerator.device)
         self.progress = Progress(step=0)
 
     def execute(self, checkpoint: str | None, first_phase: Path | None) -> RunRecord:
-        start = find_checkpoint(self.folder.checkpoints, checkpoint)
+        start = self.processes.in_main(lambda: find_checkpoint(self.folder.checkpoints, checkpoint))
         if start is not None:
-            load_model(start, self.model)
-            self.progress = read_progress(start)
-        if self.accelerator.is_main_process:
-            if checkpoint is not None:
-                drop_later_checkpoints(self.folder.checkpoints, self.progress.step)
-            self.record.write(self.folder.record)
-            self.folder.write_config(self.config)
-            self.data.tokenizer.save(str(self.folder.tokenizer))
-            self.folder.rewind(self.progress.step)
+            self.progress = self.processes.everywhere(lambda: self._load(start))
+        self.processes.in_main(lambda: self._begin(drop_later=checkpoint is not None))
         try:
             if start is None and first_phase is not None:
-                self._reuse(RunFolder(first_phase))
+                self.processes.everywhere(lambda: self._reuse(RunFolder(first_phase)))
+            last: Evaluation | None = None
             with stop_request() as stop:
-                ahead = [span for span in spans(self.config) if self.progress.step < span.last]
-                for span in ahead:
-                    last = self._run_phase(span, start, stop)
-            if not ahead:  # killed after the last checkpoint
+                for span in spans(self.config):
+                    if self.progress.step < span.last:
+                        last = self._run_phase(span, start, stop)
+            if last is None:  # killed after the last checkpoint
                 last = self._evaluate(spans(self.config)[-1].phase, log=False)
             return self._finish(last)
         except InterruptedRunError:
@@ -164,6 +196,19 @@ class _Run:
             if isinstance(e, OSError):
                 raise RunError(f"{self.folder.path} could not be written ({e.strerror or e}).") from e
             raise
+
+    def _load(self, start: Path) -> Progress:
+        load_model(start, self.model)
+        return read_progress(start)
+
+    def _begin(self, *, drop_later: bool) -> None:
+        """Write what a run folder starts with."""
+        if drop_later:
+            drop_later_checkpoints(self.folder.checkpoints, self.progress.step)
+        self.record.write(self.folder.record)
+        self.folder.write_config(self.config)
+        self.data.tokenizer.save(str(self.folder.tokenizer))
+        self.folder.rewind(self.progress.step)
 
     def _reuse(self, first: RunFolder) -> None:
         """Start where `first` ended, with its weights and metrics."""
@@ -185,7 +230,7 @@ class _Run:
         load_model(weights, self.model)
         every = self.config.train.eval_every
         lines = [line for line in first.read_metrics() if "train" in line or line["step"] % every == 0]
-        if self.accelerator.is_main_process:
+        if self.processes.is_main:
             self.folder.write_metrics(lines)
         self.progress = Progress(step=ended)
         for line in lines:
@@ -214,7 +259,7 @@ class _Run:
                 if step % config.eval_every == 0 or step == total:
                     with clock.paused():
                         evaluation = self._evaluate(span.phase)
-                stopping = self._agree(stop.is_set())
+                stopping = self.processes.any(stop.is_set())
                 if step % config.checkpoint_every == 0 or step == span.last or stopping:
                     with clock.paused():
                         self._save(updates.bare_optimiser)
@@ -244,34 +289,25 @@ class _Run:
         which = f"the checkpoint {kept[-1].name} is kept" if kept else "there is no checkpoint yet"
         return DivergedError(f"{what} at step {step}; {which}. Lower train.lr or the loss weights.")
 
-    def _agree(self, stop: bool) -> bool:
-        """Whether any process was asked to stop."""
-        if self.accelerator.num_processes == 1:
-            return stop
-        asked = torch.tensor(float(stop), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(asked, reduction="sum") > 0)
-
-    def _evaluate(self, phase: Phase, *, log: bool = True) -> Evaluation | None:
-        """Measure the model on the validation split, in the main process."""
-        evaluation = None
-        if self.accelerator.is_main_process:
-            with self.accelerator.autocast():
-                evaluation = evaluate(
-                    self.model, self.data.valid, self.config, self.data.token_bytes, terms=phase.terms
-                )
-            if not math.isfinite(evaluation.nats):
-                raise self._diverged(f"The validation loss became {evaluation.nats}", self.progress.step)
-            if log:
-                self._log({"step": self.progress.step, "valid": evaluation.metrics})
-            self._note_best(evaluation.metrics["ppl"], self.progress.step)
-        self.accelerator.wait_for_everyone()
+    def _evaluate(self, phase: Phase, *, log: bool = True) -> Evaluation:
+        """Measure the model on the validation split."""
+        with self.accelerator.autocast():
+            evaluation = evaluate(
+                self.model,
+                self.data.valid,
+                self.config,
+                self.data.token_bytes,
+                terms=phase.terms,
+                processes=self.processes,
+            )
+        if not math.isfinite(evaluation.nats):
+            raise self._diverged(f"The validation loss became {evaluation.nats}", self.progress.step)
+        if log:
+            self._log({"step": self.progress.step, "valid": evaluation.metrics})
+        self._note_best(evaluation.metrics["ppl"], self.progress.step)
         return evaluation
 
-    def _finish(self, evaluation: Evaluation | None) -> RunRecord:
-        if evaluation is None:
-            return self.record
-        if evaluation.table is not None:
-            save_table(evaluation.table, self.folder.routes)
+    def _finish(self, evaluation: Evaluation) -> RunRecord:
         best = {"best_ppl": self.progress.best_ppl, "best_step": self.progress.best_step}
         done = replace(
             self.record,
@@ -280,29 +316,36 @@ class _Run:
             per_layer=evaluation.per_layer,
             sizes=self.model.sizes(),
         )
-        self._write(done)
+        self.processes.in_main(lambda: self._write_results(done, evaluation.table))
         return done
 
+    def _write_results(self, done: RunRecord, table: RouteTable | None) -> None:
+        if table is not None:
+            save_table(table, self.folder.routes)
+        done.write(self.folder.record)
+
     def _save(self, optimiser: torch.optim.Optimizer) -> None:
-        if self.accelerator.is_main_process:
-            save_checkpoint(self.folder.checkpoints, self.progress, self.model, optimiser)
-        self.accelerator.wait_for_everyone()
+        checkpoints, progress, model = self.folder.checkpoints, self.progress, self.model
+        if self.accelerator.is_fsdp2:
+            save_shards(checkpoints, progress, model, optimiser, self.processes)
+        else:
+            self.processes.in_main(lambda: save_checkpoint(checkpoints, progress, model, optimiser))
 
     def _log(self, line: dict[str, Any]) -> None:
-        if self.accelerator.is_main_process:
+        if self.processes.is_main:
             self.folder.append(self.folder.metrics, line)
 
     def _log_timing(self, line: dict[str, Any]) -> None:
-        if self.accelerator.is_main_process:
+        if self.processes.is_main:
             self.folder.append(self.folder.timings, line)
 
     def _write(self, record: RunRecord) -> None:
-        if self.accelerator.is_main_process:
+        if self.processes.is_main:
             record.write(self.folder.record)
 
     @contextlib.contextmanager
     def _display(self, title: str, total: int) -> Iterator[Display | None]:
-        if self.quiet or not self.accelerator.is_main_process:
+        if self.quiet or not self.processes.is_main:
             yield None
         else:
             with Display(title, total, self.progress.step) as display:

@@ -15,6 +15,7 @@ from stickymoe.runs.settings import read_config
 from stickymoe.training.build import build_model, make_accelerator
 from stickymoe.training.checkpoint import find_checkpoint, load_model
 from stickymoe.training.evaluate import evaluate
+from stickymoe.training.processes import Processes
 
 
 def evaluate_run(
@@ -33,7 +34,9 @@ def evaluate_run(
     chosen = find_checkpoint(folder.checkpoints, checkpoint)
     if chosen is None:
         raise RunError(f"{run} has no checkpoint to evaluate (status {record.status}): resume or repeat the run first.")
-    data = load_tokens(config.data)
+    accelerator = make_accelerator(config)
+    processes = Processes(accelerator)
+    data = processes.main_first(lambda: load_tokens(config.data))
     if data.fingerprint != record.data["fingerprint"]:
         raise RunError(
             f"{run} was trained on data with fingerprint {record.data['fingerprint'][:12]}, but the data found now has "
@@ -46,10 +49,9 @@ def evaluate_run(
         )
     if record.status != "complete":
         logging.getLogger(__name__).warning("%s is %s, evaluated at %s", run, record.status, chosen.name)
-    accelerator = make_accelerator(config)
     model = build_model(config, data.vocab_size)
     load_model(chosen, model)
     model.to(accelerator.device)
     with accelerator.autocast():
-        evaluation = evaluate(model, getattr(data, split), config, data.token_bytes)
+        evaluation = evaluate(model, getattr(data, split), config, data.token_bytes, processes=processes)
     return replace(record, status="complete", metrics=evaluation.metrics, per_layer=evaluation.per_layer)

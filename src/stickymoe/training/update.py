@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from stickymoe.data.batches import NO_TARGET, Batch
 from stickymoe.models.gpt import GPT
@@ -66,7 +67,10 @@ class Updates:
         self.bare_optimiser = adamw(trained, config.train, row_lr=model.slow_parameters())
         self.model: nn.Module
         self.optimiser: torch.optim.Optimizer
-        self.model, self.optimiser = accelerator.prepare(model, self.bare_optimiser)
+        if isinstance(model, FSDPModule):  # sharded in an earlier phase
+            self.model, self.optimiser = model, accelerator.prepare_optimizer(self.bare_optimiser)
+        else:
+            self.model, self.optimiser = accelerator.prepare(model, self.bare_optimiser)
 
     def __call__(self, step: int) -> dict[str, float]:
         """One update: the mean of the loss, of each term and of the switch rate, and the norm of the gradient."""
@@ -82,8 +86,9 @@ class Updates:
         ]
         sums: dict[str, Tensor] = {}
         for micro, (batch, share) in enumerate(zip(batches, self._shares(batches), strict=True)):
-            last = micro == accumulate - 1
-            with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+            # FSDP would keep whole gradients between micro-batches.
+            sync = accelerator.is_fsdp2 or micro == accumulate - 1
+            with contextlib.nullcontext() if sync else accelerator.no_sync(self.model):
                 values = self._loss(batch, progress)
                 accelerator.backward(values["loss"] * share)
             for name, value in values.items():
@@ -107,7 +112,8 @@ class Updates:
     def _loss(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """The loss of a micro-batch, and its parts without their weights."""
         batch = batch.to(self.accelerator.device)
-        out = self.model(batch.tokens, batch.targets, mask=batch.mask, doc=batch.doc, boundary=batch.boundary)
+        with self.accelerator.autocast():
+            out = self.model(batch.tokens, batch.targets, mask=batch.mask, doc=batch.doc, boundary=batch.boundary)
         if out.trace is None:
             return {"loss": out.loss, "ce": out.loss}
         terms = objective(out.trace, self.span.phase.terms, self._context(out.trace), progress)
