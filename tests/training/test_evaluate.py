@@ -120,7 +120,8 @@ def test_batches_do_not_matter(small: Callable[..., RunConfig]) -> None:
     assert one.pop("bal") == pytest.approx(many.pop("bal"), rel=0.05)  # f · p is of one batch, as in training
     unknown = {name for name, value in one.items() if value is None}
     assert unknown == {name for name, value in many.items() if value is None}
-    assert unknown == {"word_specialisation", "working_set_64"}  # no word is frequent enough, no sequence as long
+    short = {"warm_loads_c2", "warm_loads_c3"}  # the text ends before the caches are warm
+    assert unknown == {"word_specialisation", "working_set_64", *short}  # no frequent word, no sequence as long
     known = {name: value for name, value in many.items() if value is not None}
     assert {name: one[name] for name in known} == pytest.approx(known, rel=1e-5)
 
