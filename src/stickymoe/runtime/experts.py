@@ -24,6 +24,7 @@ from stickymoe.runtime import kernels
 from stickymoe.runtime.formats import FIELD_D
 from stickymoe.runtime.slots import Pool, Resident
 from stickymoe.runtime.store import Contents, Store
+from stickymoe.runtime.stored_rows import StoredRows
 
 Kernel = Literal["torch", "compiled"]
 Order = Literal["expert", "weight"]  # outputs are added by ascending expert, or heaviest first
@@ -111,8 +112,13 @@ class Layers(Protocol):
     prefetch: str
     predict: Predict | None
 
+    rows: StoredRows | None  # what reads tables of rows that stay on disk
+
     def dense(self) -> Path:
         """The file of the dense part."""
+
+    def tables(self) -> dict[str, Tensor]:
+        """Tables of rows that are kept in memory and are not in the dense part, by their names in the model."""
 
     def begin(self) -> None:
         """A forward pass begins."""
@@ -142,13 +148,21 @@ class ExpertLayers:
     """The expert layers of a model whose experts are in slots."""
 
     def __init__(
-        self, store: Store, pools: Sequence[Pool], *, kernel: Kernel, threads: int, prefetch: str = "none"
+        self,
+        store: Store,
+        pools: Sequence[Pool],
+        *,
+        kernel: Kernel,
+        threads: int,
+        prefetch: str = "none",
+        rows: StoredRows | None = None,
     ) -> None:
         self.store = store
         self.pools = pools
         self.kernel = kernel
         self.prefetch = prefetch
         self.predict: Predict | None = None
+        self.rows = rows
         self.contents = contents = store.contents
         self.notes = self.new_notes()
         self.shared = contents.layers_per_pool > 1
@@ -177,6 +191,11 @@ class ExpertLayers:
     def dense(self) -> Path:
         """The file of the dense part, after its checksum was compared."""
         return self.store.require_dense()
+
+    def tables(self) -> dict[str, Tensor]:
+        """Tables of rows that are kept in memory and are not in the dense part."""
+        stored = self.store.tables() if self.rows is None else {}
+        return {name: torch.from_numpy(table) for name, table in stored.items()}
 
     def new_notes(self) -> Notes:
         """The notes of a new text. While a text runs, `notes` are its notes."""
