@@ -16,6 +16,8 @@ from offloading import generate, write_run
 import stickymoe.runtime.pack as pack_module
 from stickymoe.errors import ConfigError, StoreError
 from stickymoe.locality.cache import Cache
+from stickymoe.locality.formats import load_table, save_table
+from stickymoe.locality.row_replay import simulate_rows
 from stickymoe.runtime.checkpoints import RunCheckpoint, open_checkpoint
 from stickymoe.runtime.engine import offload
 from stickymoe.runtime.pack import ROW_JOURNAL, pack, uniform
@@ -160,6 +162,21 @@ def test_hits_are_those_of_a_plain_cache(stores, tokens, policy):
             if tokens:
                 hits += len((cache.request(keys) if j else cache.request_union(keys)).hits)
     assert (out.stats.rows, out.stats.row_hits) == (asked, hits)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "sieve"])
+@pytest.mark.parametrize("n", [1, 6])
+def test_the_simulator_counts_the_row_misses_of_a_run(stores, policy, n, tmp_path):
+    for tokens in (1, 4, 1000):
+        memory = tokens * Store.open(stores("many rows")).contents.row_layout.row_bytes
+        with offload(stores("many rows"), slots=2, rows=memory, policy=policy) as engine:
+            out = engine.generate((PROMPT * 2)[:n], max_new_tokens=20)
+        save_table(out.table, tmp_path / f"{tokens}")
+        found = simulate_rows(load_table(tmp_path / f"{tokens}"), tokens=tokens, policy=policy)
+        assert (found.hits, found.misses) == (out.stats.row_hits, out.stats.rows - out.stats.row_hits)
+    with offload(stores("many rows"), rows=0) as engine:
+        assert not engine.generate(PROMPT, max_new_tokens=20).stats.row_hits
+        assert engine.begin(PROMPT, warm=True).table is None  # nothing has run
 
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
@@ -67,3 +67,26 @@ def find_rows(tokens: Any, position: Any, first: int, fields: Any, out: Any) -> 
 def key_fields(keys: Sequence[RowKey]) -> Int64[np.ndarray, "keys 3"]:
     """What `find_rows` reads of keys."""
     return np.array([(key.n, key.salt, key.rows) for key in keys], np.int64).reshape(-1, 3)
+
+
+class SizeClass(NamedTuple):
+    """Rows of one size, which share a cache: which keys they have, and for how many rows there is room."""
+
+    nbytes: int
+    keys: list[int]
+    capacity: int
+
+
+def size_classes(keys: Sequence[RowKey], tokens: int) -> list[SizeClass]:
+    """Caches with room for the rows of so many tokens, and for no more rows than there are."""
+    found = []
+    for size in sorted({key.nbytes for key in keys}):
+        same = [i for i, key in enumerate(keys) if key.nbytes == size]
+        most = sum(keys[i].n_rows for i in same)
+        found.append(SizeClass(size, same, min(tokens * len(same), most)))
+    return found
+
+
+def first_numbers(keys: Sequence[RowKey]) -> list[int]:
+    """Rows of different keys are numbered one key after another: the number of the first row of each."""
+    return [sum(other.n_rows for other in keys[:i]) for i in range(len(keys))]

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from stickymoe.errors import ConfigError
+from stickymoe.locality.rows import RowKey
 from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.runtime import kernels
 from stickymoe.runtime.formats import FIELD_D
@@ -61,7 +62,13 @@ class Notes:
         self.residents.append([[] for _ in range(self.n_layers)])
 
     def table(
-        self, tokens: Sequence[int], *, expert_bytes: int, other_bytes: int, share_block: int
+        self,
+        tokens: Sequence[int],
+        *,
+        expert_bytes: int,
+        other_bytes: int,
+        share_block: int,
+        row_keys: tuple[RowKey, ...],
     ) -> RouteTable | None:
         """The routes of one text; `tokens` are those that were given to the model. None if no pass is complete."""
         if self.S and any(S is None for S in self.S[-1]):  # interrupted
@@ -85,6 +92,8 @@ class Notes:
             expert_bytes=(expert_bytes,) * self.n_layers,
             other_bytes=other_bytes,
             share_block=share_block,
+            row_bytes=sum(key.nbytes for key in row_keys),
+            row_keys=row_keys,
             skips=bool((S == N).any()),
             predicted=self._sets(self.predicted, dtype),
             residents=self._sets(self.residents, dtype),
@@ -209,6 +218,7 @@ class ExpertLayers:
             expert_bytes=self.store.slot_bytes,
             other_bytes=other_bytes,
             share_block=self.contents.layers_per_pool,
+            row_keys=() if self.rows is None else tuple(group.key for group in self.contents.rows),
         )
 
     def pool_of(self, layer: int) -> Pool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stickymoe.errors import StoreError
 from stickymoe.locality.cache import SparseCache
 from stickymoe.locality.policies import find_policy
-from stickymoe.locality.rows import find_rows, key_fields
+from stickymoe.locality.rows import find_rows, first_numbers, key_fields, size_classes
 from stickymoe.runtime.memory import Region
 from stickymoe.runtime.readers import THREADS, Readers, StoreFile, Ticket
 from stickymoe.runtime.rows import BLOCK, GroupLayout, RowLayout
@@ -135,9 +135,9 @@ class StoredRows:
         self._file = readers.open(ROWS)
         places = self.layout.places
         self._fields = key_fields([place.group.key for place in places])
-        self._first = np.cumsum([0, *(place.group.key.n_rows for place in places)])[:-1]  # keys of different groups
-        self._sizes = [[i for i, p in enumerate(places) if p.nbytes == size] for size in _sizes(places)]
-        self._capacity = int(memory // self.layout.row_bytes)  # tokens whose rows are kept
+        keys = [place.group.key for place in places]
+        self._first = first_numbers(keys)
+        self._sizes = size_classes(keys, int(memory // self.layout.row_bytes))
         self._hot: list[HotRows] = []
         self._of_one = [_empty(1, place) for place in places]  # at fixed addresses, which compiled loops know
         self._data, self._views = zip(*self._of_one, strict=True)
@@ -152,12 +152,7 @@ class StoredRows:
         self._abandon()
         self._hot = []  # freed before the new ones are allocated
         online = policy if find_policy(policy).knows is None else "lru"
-        if self._capacity:
-            places = self.layout.places
-            for groups in self._sizes:
-                most = sum(places[i].group.key.n_rows for i in groups)
-                capacity = min(self._capacity * len(groups), most)
-                self._hot.append(HotRows(capacity, places[groups[0]].nbytes, online))
+        self._hot = [HotRows(size.capacity, size.nbytes, online) for size in self._sizes if size.capacity]
 
     def empty(self) -> None:
         """Empty the hot rows."""
@@ -223,14 +218,14 @@ class StoredRows:
 
     def _missing(self, rows: list[list[int]], *, union: bool) -> Iterator[Wanted]:
         """The rows that must be read; those that are in memory are copied."""
-        for size, groups in enumerate(self._sizes):
+        for number, size in enumerate(self._sizes):
             wanted = {
-                int(self._first[i]) + row: (i, row, view)
-                for i in groups
+                self._first[i] + row: (i, row, view)
+                for i in size.keys
                 for row, view in zip(rows[i], self._views[i], strict=True)
             }
             self.requested += len(wanted)
-            held = self._hot[size].ask(list(wanted), union=union) if self._hot else {}
+            held = self._hot[number].ask(list(wanted), union=union) if self._hot else {}
             self.hits += len(held)
             for key, (i, row, view) in wanted.items():
                 if key in held:
@@ -271,7 +266,7 @@ class StoredRows:
                 self._hot[self._size_of(wanted.group)].put(wanted.key, wanted.target)
 
     def _size_of(self, group: int) -> int:
-        return next(size for size, groups in enumerate(self._sizes) if group in groups)
+        return next(number for number, size in enumerate(self._sizes) if group in size.keys)
 
     def _abandon(self) -> None:
         """End the reads of a pass that was not completed. What the hot rows hold is not known then."""
@@ -294,10 +289,6 @@ class StoredTable(nn.Module):
     def forward(self, index: Int[Tensor, "1 T *heads"]) -> Float[Tensor, "1 T *parts"]:
         found = torch.from_numpy(self.rows.take(self.name))
         return found.reshape(*index.shape, -1)
-
-
-def _sizes(places: Sequence[GroupLayout]) -> list[int]:
-    return sorted({place.nbytes for place in places})
 
 
 def _empty(n: int, place: GroupLayout) -> tuple[Float[np.ndarray, "n width"], list[memoryview]]:
