@@ -160,7 +160,7 @@ def test_simulate_prints_rows(tmp_path, capsys):
     assert list(entry["rows"]) == ["0.01", "0.05", "0.2"]
     lru = entry["rows"]["0.2"][0]
     table = table_of()
-    expected = simulate_rows(table, tokens=tokens_of_share(table, 0.2), access=Access())
+    expected = simulate_rows(table, tokens=tokens_of_share(table, 0.2), access=Access(warm=True))
     assert (lru["policy"], lru["hits"], lru["misses"]) == ("lru", expected.hits, expected.misses)
     assert main(["simulate", str(tmp_path / "trace"), "--policy", "belady"]) == 0
     assert "belady* hits %" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +129,7 @@ def simulate_command(argv: list[str]) -> None:
             lines.append(report.figures_table(measured))
         if trace.table.row_keys and trace.table.tokens is not None:
             asked = [name for name in found.results if name in (*ROW_POLICIES, *names(args.policy or ""))]
-            rows = study_rows(trace.table, asked or ROW_POLICIES, replace(access, prefetch=None, on_miss="load"))
+            rows = study_rows(trace.table, asked or ROW_POLICIES, access)
             entry["rows"] = {str(share): [r.as_dict() for r in results] for share, results in rows.items()}
             lines.append(report.rows_table(rows))
         print_lines([*lines, report.star_note(found.results), report.capacity_note(found), found.verdict])

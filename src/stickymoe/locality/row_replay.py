@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -100,12 +100,12 @@ def simulate_rows(
 
 
 def study_rows(table: RouteTable, policies: Sequence[str], access: Access) -> dict[float, list[RowSimulation]]:
-    """Simulations of all `policies`, by the share of rows for which there is memory."""
+    """Simulations of all `policies`, by the share of rows for which there is memory. Hot rows stay between texts."""
+    access = replace(access, warm=True, prefetch=None, on_miss="load")
+    tokens = {share: tokens_of_share(table, share) for share in SHARES}
     return {
-        share: [
-            simulate_rows(table, tokens=tokens_of_share(table, share), policy=name, access=access) for name in policies
-        ]
-        for share in SHARES
+        share: [simulate_rows(table, tokens=n, policy=name, access=access) for name in policies]
+        for share, n in tokens.items()
     }
 
 
