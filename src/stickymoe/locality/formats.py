@@ -198,16 +198,19 @@ def _read_header(folder: Path) -> dict[str, Any]:
             raise DataError(f"{path}: got {key} {shown(value)}, expected an integer ≥ {least}.")
     keys = header.get("row_keys", [])
     if not isinstance(keys, list) or not all(map(_is_row_key, keys)):
-        raise DataError(f"{path}: got row_keys {shown(keys)}, expected lists of n ≥ 1, salt, rows ≥ 1 and bytes ≥ 1.")
+        raise DataError(f"{path}: got row_keys {shown(keys)}, expected lists of n, salt, rows and bytes ≥ 1.")
     if not isinstance(header.get("skips", False), bool):
         raise DataError(f"{path}: got skips {shown(header['skips'])}, expected true or false.")
     return header
 
 
+_MOST = 1 << 40  # so that rows can be numbered
+
+
 def _is_row_key(key: Any) -> bool:
     """Whether it has the four numbers of a `RowKey`."""
     whole = isinstance(key, list) and len(key) == 4 and all(type(number) is int for number in key)
-    return whole and min(key[0], key[2], key[3]) >= 1
+    return whole and min(key[0], key[2], key[3]) >= 1 and max(key[0], key[2], key[3]) <= _MOST
 
 
 def _map(path: Path, shape: Any) -> Shaped[np.ndarray, ...]:

@@ -55,7 +55,7 @@ class RowGroup:
     def from_dict(cls, values: dict[str, Any]) -> RowGroup:
         return cls(**{**values, "tables": tuple(TableRows(**table) for table in values["tables"])})
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Numbers of a row."""
         return sum(table.width for table in self.tables)
@@ -64,7 +64,7 @@ class RowGroup:
     def key(self) -> RowKey:
         return RowKey(self.n, self.salt, self.rows, 4 * self.width)
 
-    @property
+    @cached_property
     def layer(self) -> int:
         """The first layer that reads the rows."""
         return min(table.layer for table in self.tables)
@@ -101,20 +101,20 @@ class GroupLayout:
     group: RowGroup
     offset: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of a row, without its checksum."""
         return 4 * self.group.width
 
-    @property
+    @cached_property
     def stride(self) -> int:
         return self.nbytes + _CHECKSUM
 
-    @property
+    @cached_property
     def unit(self) -> int:
         return -(-self.stride // BLOCK) * BLOCK
 
-    @property
+    @cached_property
     def per_unit(self) -> int:
         return max(BLOCK // self.stride, 1)
 
