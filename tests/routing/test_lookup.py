@@ -141,6 +141,17 @@ def test_tables_are_counted_as_slow_memory():
     assert sizes["other_bytes"] == sum(p.nbytes for p in model.parameters()) - experts - tables
 
 
+def test_the_keys_of_rows_are_those_of_the_tables():
+    """The rows of all layers for a token are one; every head of an n-gram table has a salt of its own."""
+    model = build_model(config(), V)
+    first, *rest = model.row_keys()
+    assert (first.n, first.rows, first.nbytes) == (1, V, 3 * 4 * D)
+    salts = [salt for side in model.blocks[:2] for table in side.side.ngrams for salt in table.salts.tolist()]
+    assert [(key.n, key.rows, key.nbytes) for key in rest] == 2 * [(n, 5, 4 * D // 2) for n in (2, 2, 3, 3)]
+    assert [key.salt for key in rest] == salts
+    assert sum(key.nbytes for key in model.row_keys()) == model.row_bytes()
+
+
 def test_only_rows_that_were_read_change():
     model = build_model(config(), V)
     table = model.blocks[0].side.tokens.weight

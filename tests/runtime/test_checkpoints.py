@@ -339,11 +339,17 @@ def test_a_run_is_read_as_its_model_has_it(flags, n_layers, n_experts, tmp_path)
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"config.yaml", "tokenizer.json"}
 
 
-def test_tables_of_rows_belong_to_the_dense_part(tmp_path):
+def test_tables_of_rows_are_apart_from_the_dense_part(tmp_path):
     model = run(tmp_path / "run", variant="lookup")
-    tables = {name for name, p in model.named_parameters() if p in model.slow_parameters()}
+    tables = {name: p for name, p in model.named_parameters() if p in model.slow_parameters()}
     assert tables
-    assert tables < dict(open_checkpoint(tmp_path / "run").dense()).keys()
+    checkpoint = open_checkpoint(tmp_path / "run")
+    assert dict(checkpoint.dense()).keys() == {
+        name for name in model.state_dict() if ".experts." not in name and name not in tables
+    }
+    assert {table.name for group in checkpoint.rows for table in group.tables} == tables.keys()
+    for name, table in tables.items():
+        assert torch.equal(checkpoint.table_rows(name, 1, 4), table[1:4])
 
 
 def test_the_fingerprint_of_a_run_follows_its_weights(tmp_path):

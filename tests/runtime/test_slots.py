@@ -15,7 +15,7 @@ from stickymoe.locality.cache import Cache
 from stickymoe.locality.policies import policy_names
 from stickymoe.runtime import readers as readers_module
 from stickymoe.runtime.memory import Region
-from stickymoe.runtime.readers import Readers, Throttle
+from stickymoe.runtime.readers import ExpertTicket, Readers, Throttle
 from stickymoe.runtime.slots import COUNTS, SCRATCH_SLOTS, Pool, Waits
 from stickymoe.runtime.store import EXPERTS, Contents, Entry, Store, checksum
 
@@ -144,8 +144,8 @@ def test_demands_are_read_before_prefetches(store, monkeypatch):
 
     monkeypatch.setattr(readers_module, "THREADS", 1)
     readers = Readers(store, throttle=Held(1.0))
-    read = readers._read
-    monkeypatch.setattr(readers, "_read", lambda ticket: (order.append(ticket.expert), read(ticket)))
+    read = ExpertTicket.read
+    monkeypatch.setattr(ExpertTicket, "read", lambda self, by: (order.append(self.expert), read(self, by)))
     pool = Pool(0, readers, Waits(), capacity=6, policy="lru", on_miss="load", scratch=None)
     pool.prefetch([0, 1, 2])
     started.wait()

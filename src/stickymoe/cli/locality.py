@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,7 @@ def simulate_command(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     from stickymoe.locality.measure import measure
+    from stickymoe.locality.row_replay import ROW_POLICIES, study_rows
     from stickymoe.locality.study import finite, study
     from stickymoe.reports import locality as report
     from stickymoe.runs.traces import open_traces
@@ -126,6 +127,11 @@ def simulate_command(argv: list[str]) -> None:
             measured = measure(trace.table)
             entry["figures"] = {name: [finite(v) for v in layers] for name, layers in measured.per_layer.items()}
             lines.append(report.figures_table(measured))
+        if trace.table.row_keys and trace.table.tokens is not None:
+            asked = [name for name in found.results if name in (*ROW_POLICIES, *names(args.policy or ""))]
+            rows = study_rows(trace.table, asked or ROW_POLICIES, access)
+            entry["rows"] = {str(share): [r.as_dict() for r in results] for share, results in rows.items()}
+            lines.append(report.rows_table(rows))
         print_lines([*lines, report.star_note(found.results), report.capacity_note(found), found.verdict])
         entries.append(entry)
     if args.json:
@@ -284,7 +290,7 @@ def _trace_make(argv: list[str]) -> None:
     parser = make_parser("trace make", "Write a synthetic trace folder.")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    for f in dataclasses.fields(Synthetic):
+    for f in fields(Synthetic):
         parser.add_argument(f"--{f.name}", type=type(f.default), default=f.default, help=f"(default {f.default})")
     args = vars(parser.parse_args(argv))
     out, asked = args.pop("out"), Synthetic(**args)

@@ -17,6 +17,7 @@ from stickymoe.errors import StickyError
 
 if TYPE_CHECKING:
     from stickymoe.runtime.engine import Engine, Generation
+    from stickymoe.runtime.store import Contents
 
 _MODEL = "packed store, run folder, or folder of a transformers model"
 
@@ -90,6 +91,11 @@ def add_engine_options(parser: Parser) -> None:
     parser.add_argument("--kernel", metavar="NAME", help="torch or compiled (default compiled, where it can be)")
     parser.add_argument("--io", default="direct", metavar="NAME", help="direct or buffered reads (default direct)")
     parser.add_argument("--throttle", metavar="BYTES", help="simulate slow memory of BYTES per second, such as 200MB")
+    parser.add_argument(
+        "--rows",
+        metavar="BYTES",
+        help="keep tables of rows on disk, and hot rows in so much memory, such as 1MB or 0 (default: all in memory)",
+    )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads that compute (default 1)")
     parser.add_argument(
         "--experts", metavar="TYPE", help="precision of the store that is packed: fp32, bf16, int8 or int4"
@@ -99,8 +105,9 @@ def add_engine_options(parser: Parser) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of `offload` in the options of `add_engine_options`."""
-    names = ("slots", "memory", "policy", "prefetch", "on_miss", "kernel", "io", "throttle", "threads", "experts")
-    return {name: getattr(args, name) for name in names} | {"store": args.store, "progress": _progress}
+    names = ("slots", "memory", "policy", "prefetch", "on_miss", "kernel", "io", "throttle", "rows", "threads")
+    given = {name: getattr(args, name) for name in (*names, "experts", "store")}
+    return given | {"progress": _progress}
 
 
 def open_engine(args: argparse.Namespace) -> Engine:
@@ -153,7 +160,12 @@ def closing_line(engine: Engine, out: Generation) -> str:
     if engine.layers is not None:
         parts.append(f"{s.hits} hits, {s.misses} misses ({s.hit_rate:.1%} hits)")
         parts.append(f"{bytes_text(s.bytes_read)} read")
-        parts.append(f"stalled {s.stall_s + s.late_s:.2f} s of {s.prompt_s + s.decode_s:.2f} s")
+        stalled = s.stall_s + s.late_s + s.row_stall_s
+        parts.append(f"stalled {stalled:.2f} s of {s.prompt_s + s.decode_s:.2f} s")
+    if engine.rows is not None:
+        parts.append(
+            f"{s.rows} rows, {s.row_hits} in memory, {bytes_text(s.row_bytes_read)} read, stalled {s.row_stall_s:.2f} s"
+        )
     memory = f"{bytes_text(s.resident_bytes)} resident"
     if engine.layers is not None:
         memory += f" ({engine.slots} slots of {bytes_text(engine.expert_bytes)} per layer, {engine.policy})"
@@ -174,6 +186,16 @@ def stats_of(engine: Engine, out: Generation) -> dict[str, Any]:
         "interrupted": out.interrupted,
         **{f"n_{k}" if k == "tokens" else k: v for k, v in dataclasses.asdict(out.stats).items()},
     }
+
+
+def _rows_of(contents: Contents) -> str:
+    """The tables of a store, for the line of `pack`."""
+    from stickymoe.locality.plan import bytes_text
+
+    if not contents.rows:
+        return ""
+    layout = contents.row_layout
+    return f"; rows {bytes_text(layout.nbytes)}, of which a token reads {bytes_text(layout.row_bytes)}"
 
 
 def _progress(title: str, experts: int) -> AbstractContextManager[Callable[[int], None]]:
@@ -211,7 +233,7 @@ def pack_command(argv: list[str]) -> None:
     c = store.contents
     print(
         f"{args.store}: {c.n_pools} × {c.n_experts} experts in {store.precision}, {bytes_text(store.slot_bytes)} each, "
-        f"{bytes_text(store.nbytes)} together; dense part {bytes_text(store.dense_bytes)}"
+        f"{bytes_text(store.nbytes)} together; dense part {bytes_text(store.dense_bytes)}" + _rows_of(c)
     )
     if done.cost is not None:
         print(done.cost.message)

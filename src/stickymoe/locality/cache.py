@@ -1,7 +1,8 @@
 """`Cache`: the slots of one expert cache, which a runtime asks for experts and a simulator replays.
 
 The policies and the way requests are served are compiled once (`policies`, `serving`) and used here request by request,
-so a runtime and the replay of its trace count the same misses.
+so a runtime and the replay of its trace count the same misses. `SparseCache` is the same for objects that are too many
+for a state of each, such as the rows of a table.
 """
 
 from __future__ import annotations
@@ -185,7 +186,11 @@ class Cache:
 
     def request_union(self, experts: Iterable[int]) -> Outcome:
         """Ask for the experts that any token of one forward pass needs: of a prompt, or of a batch."""
-        return self._serve(UNION, sorted(set(experts)))
+        return self.request_group(sorted(set(experts)))
+
+    def request_group(self, experts: Sequence[int]) -> Outcome:
+        """The same, with the experts in the order in which they are served."""
+        return self._serve(UNION, experts)
 
     def prefetch(self, experts: Sequence[int]) -> Outcome:
         """Reserve slots for the next experts, as many as fit. Their loads are in flight until `commit`.
@@ -285,3 +290,66 @@ class Cache:
         if new[p.VAR, p.HAND] == end:
             new[p.VAR, p.HAND] = last
         self._state = new
+
+
+class SparseCache:
+    """A cache of `capacity` slots for keys of any size. Only keys that have a slot take memory.
+
+    It decides as a `Cache` of all keys does. A policy that a device can run keeps nothing of a key without a slot, so
+    the number that stands for a key can stand for another one later.
+    """
+
+    def __init__(self, *, capacity: SupportsIndex, policy: str = "lru") -> None:
+        found = p.find_policy(policy)
+        require(found.knows is None, "policy", policy, f"one of {', '.join(p.policy_names(online=True))}")
+        self._cache = Cache(capacity=capacity, policy=policy)
+        self._entry: dict[int, int] = {}
+        self._key: list[int] = []
+        self._free: list[int] = []
+
+    @property
+    def capacity(self) -> int:
+        return self._cache.capacity
+
+    @property
+    def stats(self) -> CacheStats:
+        return self._cache.stats
+
+    @property
+    def resident(self) -> frozenset[int]:
+        """The keys that have a slot."""
+        return frozenset(self._entry)
+
+    def request(self, keys: Sequence[int]) -> Outcome:
+        """Ask for the keys of one token."""
+        return self._of_keys(self._cache.request([self._entry_of(key) for key in keys]))
+
+    def request_union(self, keys: Iterable[int]) -> Outcome:
+        """Ask for the keys of several tokens of one forward pass."""
+        return self._of_keys(self._cache.request_group([self._entry_of(key) for key in sorted(set(keys))]))
+
+    def _entry_of(self, key: int) -> int:
+        """The number that stands for a key in the cache, a new one if it has none."""
+        entry = self._entry.get(key)
+        if entry is None:
+            if self._free:
+                entry = self._free.pop()
+                self._key[entry] = key
+            else:
+                entry = len(self._key)
+                self._key.append(key)
+            self._entry[key] = entry
+        return entry
+
+    def _of_keys(self, outcome: Outcome) -> Outcome:
+        """An outcome for keys. Keys that have no slot any more are forgotten."""
+        if not outcome.loads:
+            return Outcome(tuple([self._key[e] for e in outcome.hits]), ())
+        key = self._key
+        hits = tuple([key[e] for e in outcome.hits])
+        loads = [Load(key[e], slot, None if out is None else key[out]) for e, slot, out in outcome.loads]
+        for out in dict.fromkeys(outcome.evictions):
+            if self._cache.slot_of(out) is None:
+                del self._entry[key[out]]
+                self._free.append(out)
+        return Outcome(hits, tuple(loads))

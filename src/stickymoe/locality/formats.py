@@ -26,6 +26,7 @@ from jaxtyping import Shaped
 
 from stickymoe import files
 from stickymoe.errors import DataError, shown
+from stickymoe.locality.rows import RowKey
 from stickymoe.locality.table import BLOCK, RouteTable, blocks, extremes, release
 from stickymoe.npy import map_npy
 from stickymoe.reading import read_json, reason
@@ -74,7 +75,7 @@ def create_table(
 
 
 def _sizes_of(table: RouteTable) -> dict[str, Any]:
-    names = ("expert_bytes", "other_bytes", "share_block", "row_bytes", "skips")
+    names = ("expert_bytes", "other_bytes", "share_block", "row_bytes", "row_keys", "skips")
     return {name: getattr(table, name) for name in names}
 
 
@@ -91,8 +92,10 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _write_header(folder: Path, shapes: Mapping[str, Sequence[int]], n_experts: int, sizes: Mapping[str, Any]) -> None:
     fields: dict[str, Any] = {"format": FORMAT, "version": VERSION, "n_experts": n_experts, "arrays": shapes}
-    absent: dict[str, Any] = {"row_bytes": 0, "skips": False}
-    fields |= {name: value for name, value in sizes.items() if value is not None and absent.get(name) != value}
+    absent: dict[str, Any] = {"row_bytes": 0, "row_keys": [], "skips": False}
+    keys = [[key.n, key.salt, key.rows, key.nbytes] for key in sizes.get("row_keys", ())]
+    known = {**sizes, "row_keys": keys}
+    fields |= {name: value for name, value in known.items() if value is not None and absent.get(name) != value}
     files.write_text(folder / "header.json", json.dumps(fields, indent=1) + "\n")
 
 
@@ -131,6 +134,7 @@ def load_table(folder: Path) -> RouteTable:
         other_bytes=header.get("other_bytes"),
         share_block=header.get("share_block", 1),
         row_bytes=header.get("row_bytes", 0),
+        row_keys=tuple(RowKey(*key) for key in header.get("row_keys", ())),
         skips=header.get("skips", False),
         **arrays,
     )
@@ -192,9 +196,21 @@ def _read_header(folder: Path) -> dict[str, Any]:
     for key, value, least in [*numbers, *((key, header.get(key, 0), 0) for key in ("other_bytes", "row_bytes"))]:
         if type(value) is not int or value < least:
             raise DataError(f"{path}: got {key} {shown(value)}, expected an integer ≥ {least}.")
+    keys = header.get("row_keys", [])
+    if not isinstance(keys, list) or not all(map(_is_row_key, keys)):
+        raise DataError(f"{path}: got row_keys {shown(keys)}, expected lists of n, salt, rows and bytes ≥ 1.")
     if not isinstance(header.get("skips", False), bool):
         raise DataError(f"{path}: got skips {shown(header['skips'])}, expected true or false.")
     return header
+
+
+_MOST = 1 << 40  # so that rows can be numbered
+
+
+def _is_row_key(key: Any) -> bool:
+    """Whether it has the four numbers of a `RowKey`."""
+    whole = isinstance(key, list) and len(key) == 4 and all(type(number) is int for number in key)
+    return whole and min(key[0], key[2], key[3]) >= 1 and max(key[0], key[2], key[3]) <= _MOST
 
 
 def _map(path: Path, shape: Any) -> Shaped[np.ndarray, ...]:

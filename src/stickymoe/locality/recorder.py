@@ -11,6 +11,7 @@ from jaxtyping import Shaped
 
 from stickymoe.errors import DataError
 from stickymoe.locality.formats import create_table, load_table, save_table
+from stickymoe.locality.rows import RowKey
 from stickymoe.locality.table import RouteTable, release
 
 _PADDING = {"mask": False, "doc": -1}  # fills the end of shorter sequences; 0 in other arrays, no expert in sets
@@ -98,6 +99,7 @@ class Recorder:
         other_bytes: int | None = None,
         share_block: int = 1,
         row_bytes: int = 0,
+        row_keys: tuple[RowKey, ...] = (),
     ) -> RouteTable:
         """The whole table, with what is known of the model's sizes; refused if nothing was added."""
         if self._layout is None:
@@ -107,6 +109,7 @@ class Recorder:
             "other_bytes": other_bytes,
             "share_block": share_block,
             "row_bytes": row_bytes,
+            "row_keys": row_keys,
             "skips": self._skips,
         }
         shapes = {name: (self._shape(name, self._layout), dtype) for name, dtype in self._dtypes.items()}

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Integer, Shaped
 
 from stickymoe.errors import DataError
+from stickymoe.locality.rows import RowKey
 
 BLOCK = 1 << 22  # elements read at a time, so that a table larger than memory can be measured
 MOST_EXPERTS = 1 << 16
@@ -82,6 +83,7 @@ class RouteTable:
     other_bytes: bytes of all weights outside the experts, which are always resident
     share_block: adjacent layers that use the same expert weights
     row_bytes: bytes of table rows that a token reads from slow memory, over all layers
+    row_keys: how these rows are addressed: with `tokens`, they say which rows every token reads
     skips: some tokens use fewer than k experts; an index of n_experts in S marks a slot that uses none
     """
 
@@ -98,6 +100,7 @@ class RouteTable:
     other_bytes: int | None = None
     share_block: int = 1
     row_bytes: int = 0
+    row_keys: tuple[RowKey, ...] = ()
     skips: bool = False
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stickymoe.errors import ConfigError
+from stickymoe.locality.rows import RowKey
 from stickymoe.models.head import linear_cross_entropy, plain_cross_entropy
 from stickymoe.models.moe import Experts, FeedForward, MoE, Router
 from stickymoe.routing.layer import LayerParts, SidePart
@@ -255,6 +256,15 @@ class GPT(nn.Module):
     def row_bytes(self) -> int:
         """Bytes of rows that a token reads from slow memory, over all layers."""
         return sum(side.bytes_per_token for side in self._sides())
+
+    def row_keys(self) -> tuple[RowKey, ...]:
+        """How the rows of a token are addressed. Rows with the same address are one, over all layers."""
+        nbytes: dict[tuple[int, int, int], int] = {}
+        for side in self._sides():
+            for key in side.row_keys():
+                address = key.n, key.salt, key.rows
+                nbytes[address] = nbytes.get(address, 0) + key.nbytes
+        return tuple(RowKey(*address, size) for address, size in nbytes.items())
 
     def sizes(self) -> dict[str, int | list[int]]:
         """Bytes by where they are needed, for the record of a run."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from stickymoe.locality.measure import SEGMENT, Measurement
 from stickymoe.locality.plan import Plan, Point, bytes_text, knee, speed_text
 from stickymoe.locality.policies import find_policy
+from stickymoe.locality.row_replay import RowSimulation
 from stickymoe.locality.study import Study
 from stickymoe.reports.tables import Table
 from stickymoe.runs.traces import Trace
@@ -64,6 +65,20 @@ def misses_table(study: Study) -> Table:
                 row.append(f"{result.wasted / max(result.tokens, 1):.3f}")
         rows.append(row)
     return _table("misses", headings, rows)
+
+
+def rows_table(found: Mapping[float, Sequence[RowSimulation]]) -> Table:
+    """Hits of rows and bytes read per token, by the memory for hot rows."""
+    headings = ["hot rows", "memory"]
+    for result in next(iter(found.values())):
+        headings += [f"{starred(result.policy)} hits %", "read/token"]
+    rows = []
+    for share, results in found.items():
+        row = [f"{share:.0%}", bytes_text(results[0].memory)]
+        for result in results:
+            row += [f"{100 * result.hit_rate:.2f}", bytes_text(result.bytes_per_token)]
+        rows.append(row)
+    return _table("rows", headings, rows)
 
 
 def capacity_note(study: Study) -> str | None:

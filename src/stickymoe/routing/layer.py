@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from stickymoe.locality.rows import RowKey
 from stickymoe.routing.rules import RouterInput, RouterState, RoutingRule
 from stickymoe.routing.ties import TiedExperts
 
@@ -35,6 +36,10 @@ class SidePart(nn.Module, ABC):
     def slow_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that stay in slow memory; a token reads some of their rows, and gradients are sparse."""
         return iter(())
+
+    def row_keys(self) -> tuple[RowKey, ...]:
+        """How the rows that a token reads from slow memory are addressed."""
+        return ()
 
     @property
     def bytes_per_token(self) -> int:

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from stickymoe.errors import ConfigError
+from stickymoe.locality.rows import RowKey
 from stickymoe.routing.layer import SidePart
 from stickymoe.routing.rules import RouterInput, RouterState
 
@@ -136,6 +137,12 @@ class Lookup(SidePart):
 
     def slow_parameters(self) -> Iterator[nn.Parameter]:
         return (p for table in self._tables() for p in table.parameters())
+
+    def row_keys(self) -> tuple[RowKey, ...]:
+        keys = [] if self.tokens is None else [RowKey(1, 0, self.tokens.num_embeddings, self.tokens.row_bytes)]
+        for table in self._ngram_tables():
+            keys += [RowKey(table.n, salt, table.rows, table.table.row_bytes) for salt in table.salts.tolist()]
+        return tuple(keys)
 
     @property
     def bytes_per_token(self) -> int:

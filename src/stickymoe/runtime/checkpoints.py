@@ -12,14 +12,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from stickymoe.errors import DataError, RunError
+from stickymoe.models.gpt import GPT, Block
 from stickymoe.reading import read_text, reason
+from stickymoe.routing.lookup import Lookup, NgramTable
 from stickymoe.runs.folder import RunFolder
 from stickymoe.runs.settings import read_config
 from stickymoe.runtime.formats import ExpertSpec, TensorSpec
+from stickymoe.runtime.rows import RowGroup, TableRows, grouped
 from stickymoe.runtime.tensors import Entry, find_entries, fingerprint
+from stickymoe.training.build import build_model
 from stickymoe.training.checkpoint import find_checkpoint
 
 
@@ -34,6 +39,7 @@ class Checkpoint(ABC):
     top_k: experts that a token uses
     layers_per_pool: adjacent layers of the model that share their experts
     fingerprint: a hash that changes with the weights or the settings
+    rows: groups of rows in tables that stay in slow memory
     """
 
     kind: str
@@ -44,6 +50,7 @@ class Checkpoint(ABC):
     top_k: int
     layers_per_pool: int = 1
     fingerprint: str
+    rows: tuple[RowGroup, ...] = ()
 
     @abstractmethod
     def expert(self, layer: int, e: int) -> list[Tensor]:
@@ -51,7 +58,14 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def dense(self) -> Iterator[tuple[str, Tensor]]:
-        """Every other tensor with its name in the state of the model, in the type in which it is saved."""
+        """Every other tensor with its name in the state of the model, in the type in which it is saved.
+
+        Without the tables of `rows`.
+        """
+
+    def table_rows(self, name: str, first: int, stop: int) -> Tensor:
+        """Rows of a table."""
+        raise DataError(f"{self.name} has no table {name!r}.")
 
     @abstractmethod
     def copy_config(self, folder: Path) -> None:
@@ -102,6 +116,28 @@ class RunCheckpoint(Checkpoint):
             [self._stack(i * c.layers_per_pool, t, chosen) for t in self.spec.tensors] for i in range(self.n_layers)
         ]
         self.fingerprint = fingerprint(self._entries, read_text(self._folder.config, RunError))
+        with torch.device("meta"):
+            model = build_model(config, self._entries["token_embedding.weight"].shape[0])
+        self.rows = grouped(list(self._addressed(model, chosen)))
+        self._tables = {table.name for group in self.rows for table in group.tables}
+
+    def _addressed(self, model: GPT, checkpoint: Path) -> Iterator[tuple[int, int, int, TableRows]]:
+        """How every table is addressed (n, salt and rows), and where its rows are. Each head has a salt of its own."""
+        for layer, block in enumerate(model.blocks):
+            if not isinstance(block, Block) or type(block.side) is not Lookup:
+                continue
+            side, begin = block.side, f"blocks.{layer}.side"
+            if side.tokens is not None:
+                tokens = TableRows(f"{begin}.tokens.weight", layer, 0, side.tokens.embedding_dim)
+                yield 1, 0, side.tokens.num_embeddings, tokens
+            for i, ngram in enumerate(side.ngrams):
+                assert isinstance(ngram, NgramTable)
+                name, width = f"{begin}.ngrams.{i}.table.weight", ngram.table.embedding_dim
+                entry, salts = self._entries.get(name), self._entries.get(f"{begin}.ngrams.{i}.salts")
+                if entry is None or salts is None or entry.shape != (ngram.table.num_embeddings, width):
+                    raise RunError(f"Checkpoint {checkpoint} does not fit the config of its run ({name}).")
+                for head, salt in enumerate(salts.read().tolist()):
+                    yield ngram.n, salt, ngram.rows, TableRows(name, layer, head * ngram.rows, width)
 
     def _stack(self, block: int, tensor: TensorSpec, checkpoint: Path) -> Entry:
         entry = self._entries.get(f"blocks.{block}.ffn.experts.{tensor.name}")
@@ -115,8 +151,11 @@ class RunCheckpoint(Checkpoint):
 
     def dense(self) -> Iterator[tuple[str, Tensor]]:
         for name, entry in self._entries.items():
-            if ".ffn.experts." not in name:
+            if ".ffn.experts." not in name and name not in self._tables:
                 yield name, entry.read()
+
+    def table_rows(self, name: str, first: int, stop: int) -> Tensor:
+        return self._entries[name].rows(first, stop)
 
     def copy_config(self, folder: Path) -> None:
         for file in (self._folder.config, self._folder.tokenizer):

@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from stickymoe.errors import ConfigError, require
 from stickymoe.models.gpt import GPT, Block, DecodeCache, LayerCache
 from stickymoe.models.moe import FeedForward, Router
 from stickymoe.routing.fixed import Hashed, Trajectory
 from stickymoe.routing.layer import SidePart
-from stickymoe.routing.lookup import Lookup, NgramTable
+from stickymoe.routing.lookup import Lookup, NgramTable, RowTable
 from stickymoe.routing.rules import HardWindow, RouterInput, RouterState, RoutingRule, TopK, Unfiltered, kept_by
 from stickymoe.routing.sequential import (
     Hysteresis,
@@ -49,6 +49,7 @@ from stickymoe.routing.sequential import (
     require_room,
 )
 from stickymoe.runtime import decoder_kernels as k
+from stickymoe.runtime.stored_rows import StoredRows, StoredTable
 from stickymoe.runtime.tokens import ALIGNMENT, Routed, TokenDecoder, aligned
 
 _State = tuple[str, int]  # the name of a value in the router's state, and its width
@@ -180,6 +181,7 @@ class Decoder(TokenDecoder):
         self._rules: dict[int, RoutingRule] = {}  # of the layers that the model's own code routes
         self._sides: dict[int, SidePart] = {}  # the same for side parts
         self._before: dict[int, int] = {}  # how many earlier tokens a lookup reads
+        self._stored: StoredRows | None = None  # what reads rows that are not in memory
         self._tables: list[Float[np.ndarray, "rows width"]] = []  # compiled loops know only where they lie
 
         weights = _Weights()
@@ -195,6 +197,7 @@ class Decoder(TokenDecoder):
         self._weights = weights.array()
         self._embedding = self._weights[embedding : embedding + self._vocab_size * c.d_model].reshape(-1, c.d_model)
         self._allocate()
+        self._positions = np.arange(c.seq_len)
         self._sentences = any(choice.code == k.TRAJECTORY and choice.integers[1] for _, choice in self._parts.values())
         self.start()
 
@@ -240,18 +243,28 @@ class Decoder(TokenDecoder):
         fields[k.ROW_UP] = -1 if side.up is None else weights.add(side.up.weight)
         fields[k.ROW_GATE] = -1 if side.gate is None else weights.add(side.gate.weight)
         if side.tokens is not None:
-            fields[k.TOKEN_ROWS] = self._address(side.tokens.weight)
+            (fields[k.TOKEN_ROWS],) = self._addresses(side.tokens, fields) or [self._address(side.tokens)]
             fields[k.ROW_WIDTH] = side.tokens.embedding_dim
         for table in side.ngrams:
             assert isinstance(table, NgramTable)
             salts = table.salts.tolist()
             fields[k.N_NGRAMS] += 1
             fields[k.ROW_WIDTH] = len(salts) * table.table.embedding_dim
-            fields += [table.n, table.rows, self._address(table.table.weight), len(salts), *salts]
+            places = self._addresses(table.table, fields)
+            address = 0 if places else self._address(table.table)
+            fields += [table.n, table.rows, address, len(salts), *(places or salts)]
 
-    def _address(self, table: Tensor) -> int:
+    def _addresses(self, table: nn.Module, fields: list[int]) -> list[int]:
+        """Where the rows of the token lie that are read from the store; none if the table is in memory."""
+        if not isinstance(table, StoredTable):
+            return []
+        self._stored = table.rows
+        fields[k.STORED] = 1
+        return table.rows.addresses(table.name)
+
+    def _address(self, table: RowTable) -> int:
         """Where a table of rows lies. It is not copied if it is fp32, since it may be larger than the model."""
-        self._tables.append(_array(table))
+        self._tables.append(_array(table.weight))
         return self._tables[-1].ctypes.data
 
     def _allocate(self) -> None:
@@ -346,13 +359,22 @@ class Decoder(TokenDecoder):
         self._words[k.HISTORY, position] = token
         if boundary is not None:
             self._flags[-1, 0] = boundary
+        if self._stored is not None:
+            self._stored.begin(self._words[k.HISTORY, : position + 1], self._positions, position)
         self._expect(0)
+
+    def warm_up(self) -> None:
+        """Compile the loops, or load them from the disk, before a text is timed. No rows are read."""
+        stored, self._stored = self._stored, None
+        super().warm_up()
+        self._stored = stored
 
     def route(self, layer: int) -> Routed | None:
         """Run a layer up to its experts, after `add`. Returns what `step` returns."""
         return self.step(layer)
 
     def _run_layer(self, layer: int, slots: Any, spec_rows: Any, which: Any) -> bool:
+        self._wait_for_rows(layer)
         k.run(layer, slots, spec_rows, which, *self._arrays)
         if layer in self._rules:
             self._route_in_python(layer)
@@ -360,7 +382,13 @@ class Decoder(TokenDecoder):
             self._side_in_python(layer)
         return bool(self._table[layer, k.DENSE_WIDTH] == 0)
 
+    def _wait_for_rows(self, layer: int) -> None:
+        """The layer before is completed with its rows."""
+        if self._stored is not None and layer > 0:
+            self._stored.wait(layer - 1)
+
     def _run_head(self, slots: Any, spec_rows: Any, which: Any) -> Float[np.ndarray, " V"]:
+        self._wait_for_rows(self.n_layers)
         k.run(self.n_layers, slots, spec_rows, which, *self._arrays)
         head = k.head if self._threads == 1 else k.head_in_threads
         head(self._embedding, self._h, self._threads, self._logits)

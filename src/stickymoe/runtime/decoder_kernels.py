@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
+from stickymoe.locality import rows as addresses
+from stickymoe.locality.rows import mix
 from stickymoe.routing import kernels as rules
 from stickymoe.runtime import kernels
 from stickymoe.runtime import token_kernels as shared
@@ -30,8 +32,10 @@ from stickymoe.runtime import token_kernels as shared
 (EXPERTS, TOP_K, GATES, SOURCE, FILTER, CHOICE) = range(8, 14)
 FILTER_SETTING = 14
 CHOICE_SETTINGS = 15  # four of them
-(SIDE, ROW_WIDTH, TOKEN_ROWS, ROW_UP, ROW_GATE, N_NGRAMS) = range(19, 25)
-NGRAMS = 25  # for each table: n, rows, address, number of heads, and their salts
+(SIDE, ROW_WIDTH, TOKEN_ROWS, ROW_UP, ROW_GATE, N_NGRAMS, STORED) = range(19, 26)
+# For each table: n, rows, address, number of heads, and their salts. If the tables are STORED on disk, the rows of the
+# token lie at TOKEN_ROWS, and at addresses in place of the salts.
+NGRAMS = 26
 FIELDS = NGRAMS
 # Fields of the last row of `table`.
 (TOKENS, POSITIONS, FINAL_NORM, WIDTH) = range(4)
@@ -203,17 +207,8 @@ def _route(layer: int, weights: Any, table: Any, numbers: Any, work: Any, words:
 
 
 @njit(nogil=True)
-def _mix(x: Any) -> Any:
-    """The hash of `lookup`."""
-    x = x * np.int64(-4658895280553007687)
-    x = x ^ ((x >> 32) & np.int64(0xFFFFFFFF))
-    x = x * np.int64(-7723592293110705685)
-    return x ^ ((x >> 29) & np.int64(0x7FFFFFFFF))
-
-
-@njit(nogil=True)
 def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int) -> None:
-    """The rows of the token and its n-grams, added to the residual stream. Tables stay where they are in memory."""
+    """The rows of the token and its n-grams, added to the residual stream. They are not copied before."""
     fields = table[layer]
     position, token, history = words[TOKEN, 0], words[TOKEN, 1], words[HISTORY]
     x, h, y = work[X, :d], work[H, :d], work[Y, :d]
@@ -221,7 +216,7 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
     row = work[ROW, :width]
     row[:] = 0.0
     if fields[TOKEN_ROWS]:
-        found = shared.row_at(fields[TOKEN_ROWS] + 4 * width * token, width)
+        found = shared.row_at(fields[TOKEN_ROWS] + (0 if fields[STORED] else 4 * width * token), width)
         for i in range(width):
             row[i] += found[i]
     place = NGRAMS
@@ -229,13 +224,14 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
         n, rows, address, heads = fields[place], fields[place + 1], fields[place + 2], fields[place + 3]
         part = width // heads
         for head in range(heads):
+            own = fields[place + 4 + head]  # the salt, or where the row lies
             index = heads * rows  # the row of texts that are shorter than n
-            if position >= n - 1:
-                key = fields[place + 4 + head]
+            if position >= n - 1 and not fields[STORED]:
+                key = own
                 for back in range(n):
-                    key = _mix(key ^ history[position - back])
+                    key = mix(key ^ history[position - back])
                 index = key % rows + head * rows
-            found = shared.row_at(address + 4 * part * index, part)
+            found = shared.row_at(own if fields[STORED] else address + 4 * part * index, part)
             for i in range(part):
                 row[head * part + i] += found[i]
         place += 4 + heads
@@ -269,9 +265,11 @@ def _entries(sources: int) -> Any:
         flags: Any,
         kv: Any,
     ) -> None:
-        """Add the experts of the layer before, if `which` names some; then run a layer up to its choice of experts.
+        """Complete the layer before: add its experts, if `which` names some, and its rows. Then run a layer up to its
+        choice of experts.
 
-        Layer 0 begins with the embedding; layer L is the norm before the head.
+        Layer 0 begins with the embedding; layer L is the norm before the head. Rows come last, so that there is time
+        to read them.
         """
         _ = sources  # a function is keyed by what it encloses
         d = kv.shape[2] * kv.shape[3]
@@ -280,6 +278,8 @@ def _entries(sources: int) -> Any:
         if len(which) > 0:
             w, hidden, y = work[W, : len(which)], work[HIDDEN], work[Y, :d]
             shared.add_experts(None, slots, spec_rows, which, h, w, hidden, y, x)
+        if layer > 0 and table[layer - 1, SIDE] == LOOKUP:
+            _look_up(layer - 1, weights, table, work, words, d)
         if layer == kv.shape[1]:
             _norm(weights, table[layer, FINAL_NORM], x, h)
             return
@@ -294,8 +294,6 @@ def _entries(sources: int) -> Any:
             _dense(weights, table[layer, UP], table[layer, DOWN], x, h, work[HIDDEN, :f], work[Y, :d])
         else:
             _route(layer, weights, table, numbers, work, words, flags)
-        if table[layer, SIDE] == LOOKUP:
-            _look_up(layer, weights, table, work, words, d)
 
     @njit(cache=True, nogil=True)
     def route(layer: int, weights: Any, table: Any, numbers: Any, work: Any, words: Any, flags: Any) -> None:
@@ -306,7 +304,7 @@ def _entries(sources: int) -> Any:
     return run, route
 
 
-run, route = _entries(shared.checksum(rules, kernels, shared))
+run, route = _entries(shared.checksum(addresses, rules, kernels, shared))
 
 
 @njit(nogil=True)

@@ -37,11 +37,12 @@ from stickymoe.runtime.readers import IO, Readers, Throttle
 from stickymoe.runtime.sampling import Sampling
 from stickymoe.runtime.slots import COUNTS, SCRATCH_SLOTS, Change, OnMiss, Pool, Waits
 from stickymoe.runtime.store import Store
+from stickymoe.runtime.stored_rows import ROW_COUNTS, StoredRows
 
 Prefetch = Literal["none", "previous", "next_layer"]
 OnToken = Callable[[int], None]
 PREFETCHES: tuple[Prefetch, ...] = ("none", "previous", "next_layer")
-_MEASURED = (*COUNTS, "bytes_read", "stall_s", "late_s")
+_MEASURED = (*COUNTS, *ROW_COUNTS, "bytes_read", "stall_s", "late_s", "row_stall_s")
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,11 @@ class Stats:
     bytes_read: bytes of experts that were read from the store
     stall_s: seconds that the model waited for loads on demand
     late_s: seconds that it waited for prefetches in flight
+    rows, row_hits: requested rows of tables on disk, and those of them that were in memory
+    row_bytes_read: bytes that were read for the others: whole blocks
+    row_stall_s: seconds that the model waited for rows
     prompt_s, decode_s: seconds of the prompt, and of the tokens after the first
-    resident_bytes: slots and dense part
+    resident_bytes: slots, hot rows and dense part
     """
 
     prompt_tokens: int
@@ -87,6 +91,10 @@ class Stats:
     bytes_read: int
     stall_s: float
     late_s: float
+    rows: int
+    row_hits: int
+    row_bytes_read: int
+    row_stall_s: float
     prompt_s: float
     decode_s: float
     resident_bytes: int
@@ -285,13 +293,14 @@ class Text:
         self._engine.charge(self._engine.charged)
         # A prefetch of an earlier text that this one uses makes its waste negative.
         cost = {name: max(value, 0.0) for name, value in zip(_MEASURED, self.charged.tolist(), strict=True)}
-        counts: dict[str, Any] = {name: int(cost[name]) for name in (*COUNTS, "bytes_read")}
+        counts: dict[str, Any] = {name: int(cost[name]) for name in (*COUNTS, *ROW_COUNTS, "bytes_read")}
         return Stats(
             prompt_tokens=len(self.prompt),
             tokens=len(self.tokens),
             prompt_misses=self._prompt_misses,
             stall_s=cost["stall_s"],
             late_s=cost["late_s"],
+            row_stall_s=cost["row_stall_s"],
             prompt_s=self._first - self._start,
             decode_s=self._latest - self._first,
             resident_bytes=self._engine.resident_bytes,
@@ -352,11 +361,17 @@ class Engine:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the slots and of the dense part."""
+        """Bytes of the slots, of hot rows and of the dense part."""
         regions = [] if self.layers is None else [pool.region for pool in self.layers.pools]
         if self._scratch is not None:
             regions.append(self._scratch)
-        return self.host.dense_bytes + sum(region.nbytes for region in regions)
+        rows = 0 if self.rows is None else self.rows.nbytes
+        return self.host.dense_bytes + rows + sum(region.nbytes for region in regions)
+
+    @property
+    def rows(self) -> StoredRows | None:
+        """What reads tables of rows; None if they are in memory, or if the model has none."""
+        return None if self.layers is None else self.layers.rows
 
     @property
     def io(self) -> str:
@@ -411,6 +426,8 @@ class Engine:
             )
             for i in range(self._readers.store.contents.n_pools)
         ]
+        if self.rows is not None:
+            self.rows.configure(settings.policy)
         self.settings = settings
         self._mark = self._measure()
 
@@ -500,12 +517,16 @@ class Engine:
         counts = [pool.counts for pool in pools]
         read = 0 if self._readers is None else self._readers.bytes_read
         totals = [sum(column) for column in zip(*counts, strict=True)] or [0] * len(COUNTS)
-        return np.array([*totals, read, self._waits.stall_s, self._waits.late_s], np.float64)
+        rows = [0] * len(ROW_COUNTS) if self.rows is None else self.rows.counts
+        waits = self._waits
+        return np.array([*totals, *rows, read, waits.stall_s, waits.late_s, waits.row_stall_s], np.float64)
 
     def _empty_slots(self) -> None:
         self.charge(None)
         for pool in () if self.layers is None else self.layers.pools:
             pool.empty()
+        if self.rows is not None:
+            self.rows.empty()
         self._mark = self._measure()
 
     def _require_room(self, prompt: list[int], max_new_tokens: int) -> None:
@@ -561,6 +582,7 @@ def offload(
     kernel: Kernel | None = None,
     io: IO = "direct",
     throttle: str | float | None = None,
+    rows: str | float | None = None,
     threads: int = 1,
     experts: str | None = None,
     store: str | Path | None = None,
@@ -572,6 +594,10 @@ def offload(
     or the user's cache folder; `experts` is the precision of that store. `throttle` simulates slow memory of so many
     bytes per second. `kernel` is compiled where the experts allow it, otherwise torch. `policy` is `router` where the
     routers of a run keep experts resident themselves, otherwise `lru`; with bypass always `lru`.
+
+    `rows` is about the tables of a model with rows in slow memory: "all" keeps them in memory; otherwise they stay on
+    disk, and the rows that were used lately take so many bytes. By default they are in memory, unless `memory` is given
+    and has no room for them beside all experts.
     """
     from stickymoe.runtime.opening import open_host, open_store
 
@@ -593,12 +619,15 @@ def offload(
     opened = open_store(Path(model), experts=experts, store=None if store is None else Path(store), progress=progress)
     waits = Waits()
     if opened is None:  # a model without experts
+        require(rows in (None, "all"), "rows", rows, "all: a model without experts keeps its tables in memory")
         return Engine(open_host(Path(model), None, threads), None, None, waits, threads)
     capacity = _capacity(opened, slots, budget, on_miss)
+    row_memory = _row_memory(opened, rows, budget)
     readers = Readers(opened, io=io)
     try:
+        stored = None if row_memory is None else StoredRows(opened, readers, waits, memory=row_memory)
         chosen = kernel or ("torch" if opened.contents.spec.activation is None else "compiled")
-        layers = ExpertLayers(opened, (), kernel=chosen, threads=threads, prefetch=prefetch)
+        layers = ExpertLayers(opened, (), kernel=chosen, threads=threads, prefetch=prefetch, rows=stored)
         host = open_host(opened.folder, layers, threads)
         engine = Engine(host, layers, readers, waits, threads)
         name = policy or ("router" if host.keeps_residents and on_miss == "load" else "lru")
@@ -613,6 +642,28 @@ def parsed_bytes(key: str, given: str | float) -> float:
     value = parse_bytes(given, key) if isinstance(given, str) else float(given)
     require(0 < value < math.inf, key, given, "bytes > 0 such as 64MB")
     return value
+
+
+def _row_memory(store: Store, rows: str | float | None, memory: float | None) -> float | None:
+    """Bytes of hot rows; None if the tables are in memory."""
+    if not store.contents.rows:
+        if rows not in (None, "all"):
+            raise ConfigError(
+                f"rows: got {shown(rows)}, but {store.folder} has no rows on disk: omit it, or pack the model again if "
+                "its variant is lookup."
+            )
+        return None
+    layout = store.contents.row_layout
+    if rows is None:
+        fits = memory is None or store.nbytes + layout.table_bytes <= memory
+        return None if fits else 0.0
+    if rows == "all":
+        return None
+    most = 0.0 if rows in (0, "0") else parsed_bytes("rows", rows)
+    if 0 < most < layout.row_bytes:
+        least = f"at least {bytes_text(layout.row_bytes)}: the rows of one token"
+        raise ConfigError(f"rows: got {bytes_text(most)}, expected all, 0, or {least}.")
+    return most
 
 
 def _capacity(store: Store, slots: int | None, memory: float | None, on_miss: OnMiss) -> int:

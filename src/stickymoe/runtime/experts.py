@@ -19,11 +19,13 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from stickymoe.errors import ConfigError
+from stickymoe.locality.rows import RowKey
 from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.runtime import kernels
 from stickymoe.runtime.formats import FIELD_D
 from stickymoe.runtime.slots import Pool, Resident
 from stickymoe.runtime.store import Contents, Store
+from stickymoe.runtime.stored_rows import StoredRows
 
 Kernel = Literal["torch", "compiled"]
 Order = Literal["expert", "weight"]  # outputs are added by ascending expert, or heaviest first
@@ -60,7 +62,13 @@ class Notes:
         self.residents.append([[] for _ in range(self.n_layers)])
 
     def table(
-        self, tokens: Sequence[int], *, expert_bytes: int, other_bytes: int, share_block: int
+        self,
+        tokens: Sequence[int],
+        *,
+        expert_bytes: int,
+        other_bytes: int,
+        share_block: int,
+        row_keys: tuple[RowKey, ...],
     ) -> RouteTable | None:
         """The routes of one text; `tokens` are those that were given to the model. None if no pass is complete."""
         if self.S and any(S is None for S in self.S[-1]):  # interrupted
@@ -84,6 +92,8 @@ class Notes:
             expert_bytes=(expert_bytes,) * self.n_layers,
             other_bytes=other_bytes,
             share_block=share_block,
+            row_bytes=sum(key.nbytes for key in row_keys),
+            row_keys=row_keys,
             skips=bool((S == N).any()),
             predicted=self._sets(self.predicted, dtype),
             residents=self._sets(self.residents, dtype),
@@ -111,8 +121,13 @@ class Layers(Protocol):
     prefetch: str
     predict: Predict | None
 
+    rows: StoredRows | None  # what reads tables of rows that stay on disk
+
     def dense(self) -> Path:
         """The file of the dense part."""
+
+    def tables(self) -> dict[str, Tensor]:
+        """Tables of rows that are kept in memory and are not in the dense part, by their names in the model."""
 
     def begin(self) -> None:
         """A forward pass begins."""
@@ -142,13 +157,21 @@ class ExpertLayers:
     """The expert layers of a model whose experts are in slots."""
 
     def __init__(
-        self, store: Store, pools: Sequence[Pool], *, kernel: Kernel, threads: int, prefetch: str = "none"
+        self,
+        store: Store,
+        pools: Sequence[Pool],
+        *,
+        kernel: Kernel,
+        threads: int,
+        prefetch: str = "none",
+        rows: StoredRows | None = None,
     ) -> None:
         self.store = store
         self.pools = pools
         self.kernel = kernel
         self.prefetch = prefetch
         self.predict: Predict | None = None
+        self.rows = rows
         self.contents = contents = store.contents
         self.notes = self.new_notes()
         self.shared = contents.layers_per_pool > 1
@@ -178,6 +201,11 @@ class ExpertLayers:
         """The file of the dense part, after its checksum was compared."""
         return self.store.require_dense()
 
+    def tables(self) -> dict[str, Tensor]:
+        """Tables of rows that are kept in memory and are not in the dense part."""
+        stored = self.store.tables() if self.rows is None else {}
+        return {name: torch.from_numpy(table) for name, table in stored.items()}
+
     def new_notes(self) -> Notes:
         """The notes of a new text. While a text runs, `notes` are its notes."""
         c = self.contents
@@ -190,6 +218,7 @@ class ExpertLayers:
             expert_bytes=self.store.slot_bytes,
             other_bytes=other_bytes,
             share_block=self.contents.layers_per_pool,
+            row_keys=() if self.rows is None else tuple(group.key for group in self.contents.rows),
         )
 
     def pool_of(self, layer: int) -> Pool:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stickymoe.errors import ConfigError, RunError
-from stickymoe.models.gpt import Block, DecodeCache
+from stickymoe.models.gpt import GPT, Block, DecodeCache
 from stickymoe.models.moe import MoE, Router
 from stickymoe.reading import reason
 from stickymoe.routing.rules import RouterInput, Routing, kept_by
 from stickymoe.runs.settings import read_config
 from stickymoe.runtime.decoder import Decoder
 from stickymoe.runtime.experts import ExpertLayers, Layers
+from stickymoe.runtime.stored_rows import StoredRows, StoredTable
 from stickymoe.runtime.tokens import decode_token
 from stickymoe.training.build import build_model
 from stickymoe.training.checkpoint import find_checkpoint, load_model
@@ -60,13 +61,21 @@ def _keeps_residents(router: Router) -> bool:
     return state.resident is not None
 
 
+def _use_stored(model: GPT, rows: StoredRows) -> None:
+    """Let the model take rows from the store instead of tables in memory."""
+    for name in rows.layout.shapes:
+        path, _, child = name.removesuffix(".weight").rpartition(".")
+        setattr(model.get_submodule(path), child, StoredTable(rows, name))
+
+
 class RunText:
     """A text of a run: the prompt in one pass, then one token after another."""
 
     def __init__(self, host: RunHost, ids: list[int]) -> None:
         self._host = host
+        self._tokens = list(ids)
         self._cache = DecodeCache.empty(host.model.config.n_layers)
-        self.logits: Float[np.ndarray, " V"] = host.forward(ids, self._cache)[-1].numpy()
+        self.logits: Float[np.ndarray, " V"] = host.forward(self._tokens, len(ids), self._cache)[-1].numpy()
         self._decoder = None if host.decoder is None else host.decoder.for_new_text()
         if self._decoder is not None:
             self._decoder.start(self._cache)
@@ -74,7 +83,8 @@ class RunText:
 
     def append(self, token: int) -> None:
         if self._decoder is None:
-            self.logits = self._host.forward([token], self._cache)[-1].numpy()
+            self._tokens.append(token)
+            self.logits = self._host.forward(self._tokens, 1, self._cache)[-1].numpy()
         else:
             self.logits = self._host.decode_token(self._decoder, token)
 
@@ -105,7 +115,9 @@ class RunHost:
             with torch.device("meta"):  # nothing is allocated; the weights come from the store
                 self.model = build_model(config, vocab)
             self._use_slots(layers)
-            self.model.load_state_dict(load_file(layers.dense()), strict=True, assign=True)
+            if layers.rows is not None:
+                _use_stored(self.model, layers.rows)
+            self.model.load_state_dict(load_file(layers.dense()) | layers.tables(), strict=True, assign=True)
         self.model.train(False)
         compiled = layers is None or layers.kernel == "compiled"
         self.decoder = Decoder(self.model, threads=threads) if compiled else None
@@ -159,15 +171,17 @@ class RunHost:
         return decode_token(decoder, self.layers, token)
 
     def logits(self, ids: list[int]) -> Float[Tensor, "T V"]:
-        return self.forward(ids, None)
+        return self.forward(ids, len(ids), None)
 
     @torch.no_grad()
-    def forward(self, tokens: list[int], cache: DecodeCache | None) -> Float[Tensor, "T V"]:
-        """The logits after each token, by the model itself; they continue the text of `cache`."""
+    def forward(self, text: list[int], n: int, cache: DecodeCache | None) -> Float[Tensor, "T V"]:
+        """The logits after each of the last n tokens of a text, by the model itself; `cache` has those before."""
         if self.layers is not None:
             self.layers.begin()
-        self._now = None if cache is None else (cache, tokens[-1])
-        out = self.model(torch.tensor([tokens]), cache=cache)
+            if self.layers.rows is not None:
+                self.layers.rows.begin(np.array(text), np.arange(len(text)), len(text) - n)
+        self._now = None if cache is None else (cache, text[-1])
+        out = self.model(torch.tensor([text[-n:]]), cache=cache)
         logits: Tensor | None = out.logits
         assert logits is not None
         return logits[0]

@@ -1,4 +1,4 @@
-"""Pack a model into a store, one expert at a time: atomic, resumable, in bounded memory."""
+"""Pack a model into a store, one expert or piece of a table at a time: atomic, resumable, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
+from jaxtyping import Float32, UInt8
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -20,9 +22,9 @@ from stickymoe.locality.plan import bytes_text
 from stickymoe.reading import parse_json, reason
 from stickymoe.runtime.checkpoints import Checkpoint
 from stickymoe.runtime.formats import PRECISIONS, ExpertLayout, Precision
-from stickymoe.runtime.store import DENSE, EXPERTS, SCHEMA, Contents, Entry, Store, checksum, write_index
+from stickymoe.runtime.store import DENSE, EXPERTS, ROWS, Contents, Entry, Store, checksum, write_index
 
-JOURNAL = "packing.jsonl"
+JOURNAL, ROW_JOURNAL = "packing.jsonl", "packing-rows.jsonl"
 Plan = list[list[Precision]]  # the precision of every expert of every pool
 LatePlan = Callable[[Path], Plan]  # from a folder that has the dense part
 Progress = Callable[[int], None]
@@ -39,6 +41,7 @@ def contents_of(source: Checkpoint) -> Contents:
         n_experts=source.n_experts,
         top_k=source.top_k,
         layers_per_pool=source.layers_per_pool,
+        rows=source.rows,
     )
 
 
@@ -104,42 +107,77 @@ def _as_read(values: Any) -> Any:
 
 
 def _require_space(source: Checkpoint, plan: Plan, partial: Path) -> None:
-    done = (partial / EXPERTS).stat().st_size if (partial / EXPERTS).is_file() else 0
-    needed, free = planned_bytes(source, plan) - done, shutil.disk_usage(partial).free
+    written = [partial / name for name in (EXPERTS, ROWS)]
+    done = sum(path.stat().st_size for path in written if path.is_file())
+    needed = planned_bytes(source, plan) + contents_of(source).row_layout.nbytes - done
+    free = shutil.disk_usage(partial).free
     if needed > free:
         raise StoreError(
-            f"{partial.parent} has {bytes_text(free)} free, but the experts need {bytes_text(needed)}. "
-            "Choose another folder, or fewer bits with --experts."
+            f"{partial.parent} has {bytes_text(free)} free, but the experts{' and rows' * bool(source.rows)} need "
+            f"{bytes_text(needed)}. Choose another folder, or fewer bits with --experts."
         )
 
 
 def _write(source: Checkpoint, partial: Path, plan: Plan, progress: Progress | None) -> None:
     contents = contents_of(source)
-    header = _as_read({"schema": SCHEMA, "contents": asdict(contents), "plan": plan})
-    journal, experts = partial / JOURNAL, partial / EXPERTS
-    entries = list(_resumable(journal, experts, header))
+    header = _as_read({"schema": contents.schema, "contents": asdict(contents), "plan": plan})
+    places = [(pool, e) for pool in range(len(plan)) for e in range(len(plan[pool]))]
+
+    def write_expert(data: BinaryIO, n: int) -> Entry:
+        pool, e = places[n]
+        return _write_expert(source, data, plan[pool][e], pool, e)
+
+    entries = iter(_write_file(partial / EXPERTS, partial / JOURNAL, header, len(places), write_expert, progress))
+    by_pool = [[next(entries) for _ in pool] for pool in plan]
+    write_index(partial, contents, by_pool, _write_rows(source, partial, header) if contents.rows else [])
+    for journal in (JOURNAL, ROW_JOURNAL):
+        (partial / journal).unlink(missing_ok=True)
+
+
+def _write_rows(source: Checkpoint, partial: Path, header: dict[str, Any]) -> list[Entry]:
+    layout = contents_of(source).row_layout
+    pieces = list(layout.pieces())
+
+    def read(name: str, first: int, stop: int) -> Float32[np.ndarray, "rows width"]:
+        return source.table_rows(name, first, stop).float().numpy()
+
+    def write_piece(data: BinaryIO, n: int) -> Entry:
+        return _write_data(data, layout.encode(pieces[n], read), "fp32")
+
+    return _write_file(partial / ROWS, partial / ROW_JOURNAL, header, len(pieces), write_piece, None)
+
+
+def _write_file(
+    path: Path,
+    journal: Path,
+    header: dict[str, Any],
+    n: int,
+    write: Callable[[BinaryIO, int], Entry],
+    progress: Progress | None,
+) -> list[Entry]:
+    """Write n parts of a file one after another, except those that an earlier packing wrote whole."""
+    entries = list(_resumable(journal, path, header))
     # Written again, without lines that were cut or are not used.
     files.write_text(journal, "".join(json.dumps(line) + "\n" for line in (header, *map(_values, entries))))
-    with experts.open("r+b" if entries else "wb") as data, journal.open("a", encoding="utf-8") as log:
+    with path.open("r+b" if entries else "wb") as data, journal.open("a", encoding="utf-8") as log:
         _keep(data, entries)
-        places = [(pool, e) for pool in range(len(plan)) for e in range(len(plan[pool]))]
-        for done, (pool, e) in enumerate(places):
+        for done in range(n):
             if done >= len(entries):
-                entries.append(_write_expert(source, data, plan[pool][e], pool, e))
+                entries.append(write(data, done))
                 data.flush()  # the journal must not be ahead of the data
                 log.write(json.dumps(_values(entries[-1])) + "\n")
                 log.flush()
             if progress is not None:
                 progress(1)
-    by_pool = iter(entries)
-    write_index(partial, contents, [[next(by_pool) for _ in pool] for pool in plan])
-    journal.unlink()
+    return entries
 
 
 def _write_expert(source: Checkpoint, data: BinaryIO, precision: Precision, pool: int, expert: int) -> Entry:
-    layout = ExpertLayout(source.spec, precision)
-    encoded = layout.encode(source.expert(pool, expert))
-    entry = Entry(precision, data.tell(), layout.nbytes, checksum(encoded))
+    return _write_data(data, ExpertLayout(source.spec, precision).encode(source.expert(pool, expert)), precision)
+
+
+def _write_data(data: BinaryIO, encoded: UInt8[np.ndarray, " bytes"], precision: Precision) -> Entry:
+    entry = Entry(precision, data.tell(), encoded.nbytes, checksum(encoded))
     data.write(encoded.data)
     return entry
 
@@ -159,12 +197,12 @@ def _lines(journal: Path) -> Iterator[Any]:
             return
 
 
-def _resumable(journal: Path, experts: Path, header: dict[str, Any]) -> Iterator[Entry]:
-    """The experts that an earlier packing of the same model and plan wrote whole."""
+def _resumable(journal: Path, path: Path, header: dict[str, Any]) -> Iterator[Entry]:
+    """The parts of a file that an earlier packing of the same model and plan wrote whole."""
     lines = _lines(journal)
-    if next(lines, None) != header or not experts.is_file():
+    if next(lines, None) != header or not path.is_file():
         return
-    with experts.open("rb") as data:
+    with path.open("rb") as data:
         for line in lines:
             try:
                 entry = Entry(*line)
@@ -177,6 +215,6 @@ def _resumable(journal: Path, experts: Path, header: dict[str, Any]) -> Iterator
 
 
 def _keep(data: BinaryIO, entries: list[Entry]) -> None:
-    """Cut what follows the whole experts."""
+    """Cut what follows the whole parts."""
     data.seek(sum(entry.nbytes for entry in entries))
     data.truncate()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,6 +31,7 @@ from stickymoe.runtime.formats import PRECISIONS, ExpertLayout, Precision
 from stickymoe.runtime.opening import Progress, open_host
 from stickymoe.runtime.pack import Plan, contents_of, default_precision, pack, planned_bytes, uniform
 from stickymoe.runtime.store import DENSE, Contents, Store
+from stickymoe.runtime.stored_rows import StoredRows
 
 LEVELS: tuple[Precision, ...] = ("int4", "int8", "bf16")  # of mixed precision, fewest bits first
 _ROW = 256  # tokens that are scored at a time
@@ -185,6 +187,13 @@ class StoredExperts:
     def expert(self, pool: int, e: int) -> list[Tensor]:
         return [torch.from_numpy(a) for a in self._store.read(pool, e)]
 
+    def table_rows(self, name: str, first: int, stop: int) -> Tensor:
+        return torch.from_numpy(self._tables[name][first:stop])
+
+    @cached_property
+    def _tables(self) -> dict[str, Float32[np.ndarray, "rows width"]]:
+        return self._store.tables()
+
 
 class SourceLayers:
     """Expert layers that read every expert they need, and keep few: slow, and in bounded memory."""
@@ -194,6 +203,7 @@ class SourceLayers:
         self.kernel: Kernel = "torch"
         self.prefetch = "none"
         self.predict: Predict | None = None
+        self.rows: StoredRows | None = None
         self._dense = dense
         self._source = source
         self._kept: dict[tuple[int, int], list[Tensor]] = {}
@@ -202,6 +212,10 @@ class SourceLayers:
 
     def dense(self) -> Path:
         return self._dense
+
+    def tables(self) -> dict[str, Tensor]:
+        shapes = self.contents.row_layout.shapes
+        return {name: self._source.table_rows(name, 0, rows) for name, (rows, _) in shapes.items()}
 
     def begin(self) -> None:
         """Nothing is noted of a forward pass."""

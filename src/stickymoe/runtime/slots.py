@@ -18,7 +18,7 @@ from jaxtyping import UInt8
 from stickymoe.errors import StoreError
 from stickymoe.locality.cache import Cache, Outcome
 from stickymoe.runtime.memory import Region
-from stickymoe.runtime.readers import Readers, Ticket
+from stickymoe.runtime.readers import ExpertTicket, Readers, Ticket
 
 OnMiss = Literal["load", "bypass"]
 COUNTS = ("hits", "misses", "evictions", "prefetched", "wasted", "bypassed")
@@ -43,10 +43,10 @@ class Change(NamedTuple):
 
 
 class Waits:
-    """Seconds that the model waited: for experts on demand, and for prefetches that were still in flight."""
+    """Seconds that the model waited: for experts on demand, for prefetches that were still in flight, and for rows."""
 
     def __init__(self) -> None:
-        self.stall_s = self.late_s = 0.0
+        self.stall_s = self.late_s = self.row_stall_s = 0.0
 
 
 class Pool:
@@ -183,8 +183,7 @@ class Pool:
         before = self._last.get(slot)
         if before is not None and not before.done:  # a prefetch that was evicted in flight
             self._readers.cancel(before)
-        entry = self._readers.store.entries[self.number][expert]
-        ticket = Ticket(self.number, expert, self._view(slot), entry.nbytes, prefetch=prefetch)
+        ticket = ExpertTicket(self._readers.store, self.number, expert, self._view(slot), prefetch=prefetch)
         if slot >= 0:
             self._slot[expert] = slot
             self._last[slot] = ticket
@@ -193,7 +192,7 @@ class Pool:
             self.changes.append(Change(slot, expert, evicted, prefetch))
         return ticket
 
-    def _wait(self, tickets: list[Ticket], late: set[Ticket]) -> Ticket:
+    def _wait(self, tickets: Sequence[Ticket], late: set[Ticket]) -> Ticket:
         start = time.perf_counter()
         ticket = self._readers.wait_any(tickets)
         seconds = time.perf_counter() - start

@@ -2,6 +2,7 @@
 
 store.json          sizes, the place and checksum of every expert; written last, so a store is complete or absent
 experts.bin         the experts, each in the layout that its kernel reads
+rows.bin            tables of rows, if the model has such tables; see `rows`
 dense.safetensors   everything else
 …                   the config and tokenizer of the model
 """
@@ -9,6 +10,7 @@ dense.safetensors   everything else
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +24,10 @@ from stickymoe import files
 from stickymoe.errors import StoreError, shown
 from stickymoe.reading import read_json, reason
 from stickymoe.runtime.formats import PRECISIONS, ExpertLayout, ExpertSpec, Precision, TensorSpec
+from stickymoe.runtime.rows import Piece, RowGroup, RowLayout
 
-SCHEMA = 1
-INDEX, EXPERTS, DENSE = "store.json", "experts.bin", "dense.safetensors"
+SCHEMA, SCHEMA_WITH_ROWS = 1, 2  # stores of the first schema have tables of rows in their dense part
+INDEX, EXPERTS, ROWS, DENSE = "store.json", "experts.bin", "rows.bin", "dense.safetensors"
 _PACK_AGAIN = "Pack the model again"
 _BLOCK = 1 << 24
 
@@ -43,7 +46,7 @@ def file_checksum(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where an expert lies in experts.bin, and the checksum of its bytes."""
+    """Where an expert lies in experts.bin, or a piece of the tables in rows.bin, and the checksum of its bytes."""
 
     precision: Precision
     offset: int
@@ -61,6 +64,7 @@ class Contents:
     n_experts: experts of a pool
     top_k: experts of a token
     layers_per_pool: adjacent layers that use the same pool
+    rows: groups of rows in slow memory; none if the model has no tables, or they are in the dense part
     """
 
     kind: str
@@ -71,27 +75,46 @@ class Contents:
     n_experts: int
     top_k: int
     layers_per_pool: int = 1
+    rows: tuple[RowGroup, ...] = ()
 
     @property
     def n_layers(self) -> int:
         return self.n_pools * self.layers_per_pool
 
+    @property
+    def schema(self) -> int:
+        """The first version of the index that can hold this."""
+        return SCHEMA_WITH_ROWS if self.rows else SCHEMA
+
+    @cached_property
+    def row_layout(self) -> RowLayout:
+        return RowLayout(self.rows, self.fingerprint)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON-ready values."""
+        values = asdict(self)
+        if not self.rows:
+            del values["rows"]
+        return values
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Contents:
         spec = values["spec"]
         tensors = tuple(TensorSpec(t["name"], tuple(t["shape"])) for t in spec["tensors"])
-        return cls(**{**values, "spec": ExpertSpec(tensors, spec["activation"], spec["gated"])})
+        rows = tuple(RowGroup.from_dict(group) for group in values.get("rows", ()))
+        return cls(**{**values, "spec": ExpertSpec(tensors, spec["activation"], spec["gated"]), "rows": rows})
 
 
 @dataclass(frozen=True)
 class Store:
-    """An opened store. `entries[pool][expert]` says where each expert lies."""
+    """An opened store. `entries[pool][expert]` says where each expert lies, `row_entries` each piece of the tables."""
 
     folder: Path
     contents: Contents
     entries: tuple[tuple[Entry, ...], ...]
     dense_bytes: int
     dense_checksum: str
+    row_entries: tuple[Entry, ...] = ()
 
     @classmethod
     def open(cls, folder: Path) -> Store:
@@ -101,18 +124,23 @@ class Store:
             raise StoreError(f"{folder} is not a packed store: it has no {INDEX}. Pack a model with stickymoe pack.")
         values = read_json(index, StoreError)
         schema = values.get("schema") if isinstance(values, dict) else None
-        if schema != SCHEMA:
-            raise StoreError(f"{index}: got schema {shown(schema)}, expected {SCHEMA}. {_PACK_AGAIN}.")
+        if schema not in (SCHEMA, SCHEMA_WITH_ROWS):
+            expected = f"expected {SCHEMA} or {SCHEMA_WITH_ROWS}"
+            raise StoreError(f"{index}: got schema {shown(schema)}, {expected}. {_PACK_AGAIN}.")
         if values.get("checksum") != _index_checksum(values):
             raise StoreError(f"{index} is damaged: its checksum differs. {_PACK_AGAIN}.")
         entries = tuple(tuple(Entry(*entry) for entry in pool) for pool in values["experts"])
         contents = Contents.from_dict(values["contents"])
-        store = cls(folder, contents, entries, values["dense"]["nbytes"], values["dense"]["checksum"])
+        dense, rows = values["dense"], tuple(Entry(*entry) for entry in values.get("rows", ()))
+        store = cls(folder, contents, entries, dense["nbytes"], dense["checksum"], rows)
         store._require_sizes()
         return store
 
     def _require_sizes(self) -> None:
-        for name, expected in ((EXPERTS, self.nbytes), (DENSE, self.dense_bytes)):
+        expected_bytes = {EXPERTS: self.nbytes, DENSE: self.dense_bytes}
+        if self.contents.rows:
+            expected_bytes[ROWS] = self.contents.row_layout.nbytes
+        for name, expected in expected_bytes.items():
             path = self.folder / name
             try:
                 size = path.stat().st_size
@@ -156,6 +184,24 @@ class Store:
         where = f"expert {expert} of layer {pool * self.contents.layers_per_pool}"
         return StoreError(f"{self.folder / EXPERTS}: {where} cannot be used: {why}. {_PACK_AGAIN}.")
 
+    def tables(self) -> dict[str, Float32[np.ndarray, "rows width"]]:
+        """All tables of rows, by their names in the state of the model."""
+        return self.contents.row_layout.tables(self._row_pieces()) if self.contents.rows else {}
+
+    def _row_pieces(self) -> Iterator[tuple[Piece, Float32[np.ndarray, "rows width"]]]:
+        layout, path = self.contents.row_layout, self.folder / ROWS
+        with path.open("rb") as f:
+            for piece, entry in zip(layout.pieces(), self.row_entries, strict=True):
+                data = f.read(entry.nbytes)
+                if checksum(data) != entry.checksum:
+                    raise StoreError(f"{path} is damaged: its checksum differs. {_PACK_AGAIN}.")
+                yield piece, layout.decode(piece, np.frombuffer(data, np.uint8))
+
+    def damaged_row(self, group: int, row: int, why: str) -> StoreError:
+        """The error for a row that cannot be used."""
+        where = self.contents.rows[group].named(row)
+        return StoreError(f"{self.folder / ROWS}: {where} cannot be used: {why}. {_PACK_AGAIN}.")
+
     def require_dense(self) -> Path:
         """The file of the dense part, after its checksum was compared."""
         path = self.folder / DENSE
@@ -164,15 +210,17 @@ class Store:
         return path
 
 
-def write_index(folder: Path, contents: Contents, entries: list[list[Entry]]) -> None:
+def write_index(folder: Path, contents: Contents, entries: list[list[Entry]], rows: list[Entry]) -> None:
     """Write the index of a store whose other files are complete."""
     dense = folder / DENSE
     values: dict[str, Any] = {
-        "schema": SCHEMA,
-        "contents": asdict(contents),
+        "schema": contents.schema,
+        "contents": contents.as_dict(),
         "dense": {"nbytes": dense.stat().st_size, "checksum": file_checksum(dense)},
         "experts": [[list(asdict(entry).values()) for entry in pool] for pool in entries],
     }
+    if rows:
+        values["rows"] = [list(asdict(entry).values()) for entry in rows]
     values["checksum"] = _index_checksum(values)
     files.write_text(folder / INDEX, json.dumps(values) + "\n")
 

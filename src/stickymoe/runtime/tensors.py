@@ -59,8 +59,12 @@ class Entry:
 
     def row(self, i: int) -> Tensor:
         """Row i of a stack, as a stack of one."""
+        return self.rows(i, i + 1)
+
+    def rows(self, first: int, stop: int) -> Tensor:
+        """The rows of a stack from `first` to `stop`."""
         size = self.nbytes // self.shape[0]
-        return self._read((1, *self.shape[1:]), self.offset + i * size, size)
+        return self._read((stop - first, *self.shape[1:]), self.offset + first * size, (stop - first) * size)
 
     def _read(self, shape: tuple[int, ...], offset: int, nbytes: int) -> Tensor:
         tensor = torch.empty(shape, dtype=self.dtype)

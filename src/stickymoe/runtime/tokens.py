@@ -66,7 +66,7 @@ class TokenDecoder(ABC):
     ) -> Routed | None:
         """Add the experts of the layer before, which lie in slots `which`, then run a layer up to its experts.
 
-        Returns the chosen experts, heaviest first, and their weights; None for a dense layer, which is then complete.
+        Returns the chosen experts, heaviest first, and their weights; None for a dense layer.
         An expert of weight 0 is skipped: it needs no slot, and its place in `which` is −1.
         """
         self._require_next(layer, which)

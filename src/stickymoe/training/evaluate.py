@@ -169,6 +169,7 @@ def _summary(
         other_bytes=model.other_bytes(),
         share_block=config.model.layers_per_pool,
         row_bytes=model.row_bytes(),
+        row_keys=model.row_keys(),
     )
     measured = measure(table, capacities=config.eval.capacities, topics=_topics(split, table))
     per_layer = {**measured.per_layer, "gate_entropy": entropy / table.mask.sum()}
