@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check setup browser results docs clean
+.PHONY: demo test check setup browser results docs release-check clean
 
 setup: .venv/.ready
 
@@ -33,6 +33,10 @@ results: setup
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "Open site/index.html in a browser."
+
+# Builds the package, installs every extra in an empty environment, and uses it there.
+release-check: setup
+	$(BIN)/python tools/release_check.py
 
 check: setup
 	$(BIN)/ruff check .
