@@ -33,7 +33,7 @@ def code(section: str) -> str:
 
 
 def commands(program: str) -> list[list[str]]:
-    """The arguments of the commands of a program after the first example."""
+    """The arguments of a program in the commands of the first example."""
     lines = re.findall(rf"^    {program} (.*)$", SECTIONS["Add a loss"], re.MULTILINE)
     assert lines
     return [shlex.split(line) for line in lines]
@@ -82,26 +82,8 @@ def test_the_commands_work_as_written(place, capsys):
 
 
 def test_the_policy_is_found(place, capsys):
-    assert (
-        main(
-            [
-                "trace",
-                "make",
-                "trace",
-                "--n_layers",
-                "2",
-                "--n_experts",
-                "4",
-                "--top_k",
-                "2",
-                "--sequences",
-                "1",
-                "--length",
-                "16",
-            ]
-        )
-        == 0
-    )
+    sizes = ["--n_layers", "2", "--n_experts", "4", "--top_k", "2", "--sequences", "1", "--length", "16"]
+    assert main(["trace", "make", "trace", *sizes]) == 0
     assert main(["simulate", "trace", "--policy", "mru,lru", "--capacity", "2,3"]) == 0
     assert "mru" in capsys.readouterr().out
 
