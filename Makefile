@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check setup browser results clean
+.PHONY: demo test check setup browser results docs release-check clean
 
 setup: .venv/.ready
 
@@ -29,6 +29,15 @@ results: setup
 	$(BIN)/python results/frontier_page.py
 	$(BIN)/python results/traces.py
 
+# The documentation site. Warnings fail the build, and it needs no network.
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "Open site/index.html in a browser."
+
+# Builds the package, installs every extra in an empty environment, and uses it there.
+release-check: setup
+	$(BIN)/python tools/release_check.py
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,4 +45,4 @@ check: setup
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf .venv demo build *.egg-info src/*.egg-info
+	rm -rf .venv demo site build *.egg-info src/*.egg-info

@@ -75,6 +75,16 @@ def test_commands_work_as_written(page, place, monkeypatch, capsys):
     assert done >= 3
 
 
+def test_the_sweeps_that_repeat_the_records_are_valid(place, monkeypatch):
+    for name in ("results", "WEBDOCS"):
+        (place / name).symlink_to(ROOT / "results" if name == "results" else place / "DIR")
+    monkeypatch.chdir(place)
+    sweeps = [command for command in commands(ROOT / "results" / "README.md") if command[0] == "sweep"]
+    assert len(sweeps) > 9
+    for command in sweeps:
+        assert main([*command, "--dry_run"]) == 0, command
+
+
 def start_and_stop(command: list[str]) -> None:
     """Run a command that serves, on a free port, until it is ready."""
     options = {"stderr": subprocess.PIPE, "text": True}
@@ -204,7 +214,7 @@ def test_the_numbers_of_the_readme_follow_from_the_records():
     all_resident = sixteen["siblings C=16 B=0.03 token hashed"]
     assert f"has {-all_resident.change(sixteen[four]).mean:.0f} % lower perplexity (one seed)" in readme
     rows = lookup["hash+lookup n=2,3"]
-    assert f"reads {bytes_text(rows.runs[0].record.sizes['row_bytes'])} per token" in readme
+    assert f"reads rows of {bytes_text(rows.runs[0].record.sizes['row_bytes'])} per token" in readme
     best = min((row for row in longer.values() if row.label != "hash+lookup"), key=lambda row: row.mean("ppl"))
     assert f"has perplexity {rows.mean('ppl'):.2f} where the best model that fits and loads nothing has" in readme
     assert f"loads nothing has {best.mean('ppl'):.2f} (WikiText-2; one seed)" in readme
@@ -275,6 +285,7 @@ def test_no_page_names_this_machine():
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "results" / "README.md"]:
+    outside = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/README.md")]
+    for page in [*outside, *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page, target)

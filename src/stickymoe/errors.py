@@ -20,7 +20,7 @@ def shown(value: object) -> str:
 
 
 class StickyError(Exception):
-    """Base of every error that the user can fix."""
+    """Base of every error that the user can fix. Its message is one line."""
 
 
 class ConfigError(StickyError):

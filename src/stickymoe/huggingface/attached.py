@@ -107,9 +107,10 @@ class Attached:
     """A model with hooks on its gates. `trace`, `terms` and `loss` are those of the last forward pass: of this thread,
     or of any thread if this one had none.
 
-    progress: fraction of training that has passed, for terms with a warm-up and rules that are annealed
-    adds_terms: whether the terms are added to the loss of the model
-    on_trace: called after every forward pass
+    Attributes:
+        progress: fraction of training that has passed, for terms with a warm-up and rules that are annealed
+        adds_terms: whether the terms are added to the loss of the model
+        on_trace: called after every forward pass
     """
 
     def __init__(self, model: PreTrainedModel, gates: list[Gate], variant: Variant | None) -> None:

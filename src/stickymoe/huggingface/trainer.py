@@ -42,8 +42,9 @@ else:
 class StickyTrainerMixin(_Base):
     """Adds a variant's terms to the loss of any trainer, and logs them with statistics of the experts.
 
-    variant: a variant or its name; None logs the statistics alone
-    cache_slots: slots of the LRU caches whose hit rates are logged (default: k+1 and 2k)
+    Args:
+        variant: a variant or its name; None logs the statistics alone
+        cache_slots: slots of the LRU caches whose hit rates are logged (default: k+1 and 2k)
 
     Terms count while the model trains; `eval_loss` stays free of them, so it can be compared between variants. Terms
     scale with the labels of a micro-batch, so accumulation over micro-batches equals one large batch. Log entries:

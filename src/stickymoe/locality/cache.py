@@ -42,12 +42,13 @@ class Load(NamedTuple):
 class Outcome(NamedTuple):
     """What one request did to the cache.
 
-    hits: experts that were resident
-    loads: experts that were not, in the order in which they are loaded. A caller that uses the hits first and then
-        each expert directly after its load needs room for one bypassed expert at a time
-    late: hits whose prefetch is still in flight; the caller waits for them
-    interrupted: experts that were evicted while their prefetch was in flight; the caller waits for their loads to end
-        before it loads into the same slots
+    Attributes:
+        hits: experts that were resident
+        loads: experts that were not, in the order in which they are loaded. A caller that uses the hits first and then
+            each expert directly after its load needs room for one bypassed expert at a time
+        late: hits whose prefetch is still in flight; the caller waits for them
+        interrupted: experts that were evicted while their prefetch was in flight; the caller waits for their loads to
+            end before it loads into the same slots
     """
 
     hits: tuple[int, ...]
@@ -57,6 +58,7 @@ class Outcome(NamedTuple):
 
     @property
     def evictions(self) -> tuple[int, ...]:
+        """Experts that a load evicts."""
         return tuple(load.evicted for load in self.loads if load.evicted is not None)
 
     @property
@@ -69,9 +71,15 @@ class Outcome(NamedTuple):
 class CacheStats:
     """What one cache of `capacity` slots counted.
 
-    wasted: experts that were prefetched and not used
-    evictions: residents that made room for a load or a prefetch; None where only misses are known (a miss curve)
-    bypassed: misses that were not admitted to the cache; they are loads, not evictions
+    Attributes:
+        policy: name of the policy
+        capacity: slots of the cache
+        hits: accesses to resident experts
+        misses: accesses to experts that had to be loaded
+        prefetched: experts that were loaded before they were requested
+        wasted: experts that were prefetched and not used
+        evictions: residents that made room for a load or a prefetch; None where only misses are known (a miss curve)
+        bypassed: misses that were not admitted to the cache; they are loads, not evictions
     """
 
     policy: str
@@ -85,18 +93,22 @@ class CacheStats:
 
     @property
     def accesses(self) -> int:
+        """Hits and misses."""
         return self.hits + self.misses
 
     @property
     def loads(self) -> int:
+        """Misses and prefetches."""
         return self.misses + self.prefetched
 
     @property
     def hit_rate(self) -> float:
+        """Hits / accesses."""
         return self.hits / self.accesses if self.accesses else float("nan")
 
     @property
     def miss_rate(self) -> float:
+        """Misses / accesses."""
         return self.misses / self.accesses if self.accesses else float("nan")
 
     @classmethod

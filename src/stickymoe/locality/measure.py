@@ -26,9 +26,11 @@ COLD_TOKENS = 2048  # tokens after which a stream counts as warm
 
 @dataclass(frozen=True)
 class Measurement:
-    """Metrics by name: `per_layer` holds the layers, `values` their means and what is one number per model.
+    """What `measure` returns; `measurement["switch_rate"]` is a value. A metric over nothing is NaN.
 
-    A metric over nothing is NaN.
+    Attributes:
+        per_layer: for each metric the values of the layers
+        values: their means, and metrics that are one number per model
     """
 
     per_layer: Mapping[str, Float[np.ndarray, " L"]]
@@ -43,19 +45,20 @@ def measure(
 ) -> Measurement:
     """Measure a table. `capacities` are slots for the hit rates over all k experts; `topics` number each token's topic.
 
-    switch_rate, set_switch_rate     how often the heaviest expert, or the set of experts, changes between tokens
-    cache_hit_rate                   the paper's: LRU, 2 slots, heaviest expert only, cold for every sequence
-    cache_hit_rate_all_cC            the same over all k experts with C slots, which is what a device pays
-    pool_hit_rate_cC                 one LRU cache of C slots per layer for the whole model, in decode order
-    warm_loads_cC                    experts that all layers together load per token: LRU, C slots per layer, kept from
-                                     one sequence to the next, after the first 2,048 tokens
-    cold_loads_cC                    the same over the first 2,048 tokens, from empty slots
-    utilisation_entropy, utilisation_i, effective_experts, neglected_experts    how evenly experts are used
-    run_length                       tokens for which the heaviest expert stays
-    reuse_n                          fraction of a token's experts that were chosen n tokens earlier
-    working_set_n                    different experts that n adjacent tokens use
-    segment_routing_16, segment_cache_16    SRP and SCH of Liang et al. (arXiv 2505.16056)
-    document_specialisation, word_specialisation, topic_information    where documents, token ids or topics are known
+    - `switch_rate`, `set_switch_rate`: how often the heaviest expert, or the set of experts, changes between tokens
+    - `cache_hit_rate`: the paper's: LRU, 2 slots, heaviest expert only, cold for every sequence
+    - `cache_hit_rate_all_cC`: the same over all k experts with C slots, which is what a device pays
+    - `pool_hit_rate_cC`: one LRU cache of C slots per layer for the whole model, in decode order
+    - `warm_loads_cC`: experts that all layers together load per token: LRU, C slots per layer, kept from one sequence
+      to the next, after the first 2,048 tokens
+    - `cold_loads_cC`: the same over the first 2,048 tokens, from empty slots
+    - `utilisation_entropy`, `utilisation_i`, `effective_experts`, `neglected_experts`: how evenly experts are used
+    - `run_length`: tokens for which the heaviest expert stays
+    - `reuse_n`: fraction of a token's experts that were chosen n tokens earlier
+    - `working_set_n`: different experts that n adjacent tokens use
+    - `segment_routing_16`, `segment_cache_16`: SRP and SCH of Liang et al. (arXiv 2505.16056)
+    - `document_specialisation`, `word_specialisation`, `topic_information`: if the table has documents or token ids, or
+      topics are given
     """
     per_layer = {
         "switch_rate": m.switch_rate_by_layer(table),

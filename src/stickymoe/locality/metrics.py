@@ -78,7 +78,7 @@ def effective_experts_by_layer(table: RouteTable) -> Float[np.ndarray, " L"]:
 
 
 def switch_rate(table: RouteTable) -> float:
-    """eq:sr_metric, mean over layers."""
+    """eq:sr_metric, mean over layers: how often the heaviest expert changes between adjacent tokens."""
     return float(switch_rate_by_layer(table).mean())
 
 
@@ -88,7 +88,7 @@ def cache_hit_rate_all(table: RouteTable, capacity: int) -> float:
 
 
 def utilisation_entropy(table: RouteTable) -> float:
-    """The paper's UE in bits, mean over layers."""
+    """The paper's UE in bits, mean over layers: log₂ N if all experts are used equally."""
     return float(utilisation_entropy_by_layer(table).mean())
 
 

@@ -64,7 +64,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Point:
-    """One cache on one device. `slots` per cache; `memory` holds them and what is always resident."""
+    """One cache on one device.
+
+    Attributes:
+        policy: name of the policy
+        slots: slots of each cache
+        memory: bytes of the slots and of what is always resident
+        miss_rate: misses / accesses
+        loads_per_token: experts that a token loads, over all layers
+        bytes_per_token: bytes that a token loads
+        ms_per_token: milliseconds of a token, loads included
+    """
 
     policy: str
     slots: tuple[int, ...]
@@ -76,12 +86,18 @@ class Point:
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens per second."""
         return 1000 / self.ms_per_token
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The cache that meets a budget, None if there is none, and one sentence about it."""
+    """The cache that meets a budget.
+
+    Attributes:
+        point: this cache; None if there is none
+        message: one sentence about it
+    """
 
     point: Point | None
     message: str
@@ -89,7 +105,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every cache costs on a device: for each policy a point for every capacity, smallest first."""
+    """What `plan` returns: what every cache costs on a device.
+
+    Attributes:
+        device: the profile of the device
+        sizes: bytes of the experts and of everything else
+        budget: memory, and tokens per second if a speed is asked for
+        points: for each policy a point for every capacity, smallest first
+        compute_ms: milliseconds of a token without loads
+        answer: the cache that meets the budget
+    """
 
     device: Device
     sizes: Sizes

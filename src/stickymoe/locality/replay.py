@@ -141,25 +141,34 @@ def _rows_with_future(stream: Stream, policy: Policy) -> Iterator[tuple[Rows, In
 
 @dataclass(frozen=True)
 class Simulation:
-    """Hits and misses of all caches of a device: `caches` in the order of their layers."""
+    """What `simulate` returns: the counts of all caches of a device.
+
+    Attributes:
+        caches: the counts of each cache, in the order of their layers
+        tokens: real tokens of the table
+    """
 
     caches: tuple[CacheStats, ...]
     tokens: int
 
     @property
     def hits(self) -> int:
+        """Accesses to resident experts, over all caches."""
         return sum(c.hits for c in self.caches)
 
     @property
     def misses(self) -> int:
+        """Accesses to experts that had to be loaded, over all caches."""
         return sum(c.misses for c in self.caches)
 
     @property
     def loads(self) -> int:
+        """Misses and prefetches, over all caches."""
         return sum(c.loads for c in self.caches)
 
     @property
     def wasted(self) -> int:
+        """Experts that were prefetched and not used, over all caches."""
         return sum(c.wasted for c in self.caches)
 
     @property
@@ -170,19 +179,23 @@ class Simulation:
 
     @property
     def bypassed(self) -> int:
+        """Misses that were not admitted to a cache."""
         return sum(c.bypassed for c in self.caches)
 
     @property
     def slots(self) -> int:
+        """Slots of all caches together."""
         return sum(c.capacity for c in self.caches)
 
     @property
     def miss_rate(self) -> float:
+        """Misses / accesses."""
         accesses = self.hits + self.misses
         return self.misses / accesses if accesses else float("nan")
 
     @property
     def loads_per_token(self) -> float:
+        """Loads / tokens."""
         return self.loads / self.tokens if self.tokens else float("nan")
 
 
@@ -202,7 +215,15 @@ def simulate(
 
 @dataclass(frozen=True)
 class MissCurve:
-    """Misses of each cache for each number of slots."""
+    """What `miss_curve` returns: the misses of each cache for each number of slots.
+
+    Attributes:
+        policy: name of the policy
+        capacities: numbers of slots, smallest first
+        misses: for each cache and capacity
+        accesses: for each cache
+        tokens: real tokens of the table
+    """
 
     policy: str
     capacities: Integer[np.ndarray, " sizes"]

@@ -65,19 +65,20 @@ def join(parts: Iterable[Requests]) -> Requests:
 class Access:
     """How a device runs through a table.
 
-    order: "layer" runs a sequence (or document) through one layer after another, "decode" runs each token through all
-        layers before the next token. The order matters only if layers share a cache
-    pool: one cache for all layers
-    share_block: adjacent layers that use the same weights; None for what the table says, "full" for all layers
-    warm: keep the content of caches between sequences and documents
-    top1: request only the heaviest expert, as the paper does
-    batch: all sequences run in lockstep through the same caches. Their tokens at one step are one forward pass
-    prefetch: directly before the request of a decoded token in a layer, load the set of the token before it in that
-        layer ("previous"), what the table says a runtime prefetched ("recorded"), or predicted sets [L, B, T, p], in
-        which n_experts marks an empty place. "previous" takes the last token of a prompt for the first decoded one,
-        and nothing if the token before is padding or of another text. Prompts are not prefetched
-    on_miss: "load" admits every missing expert to the cache; "bypass" uses it from scratch memory if the expert that it
-        would evict was requested more often lately
+    Attributes:
+        order: "layer" runs a sequence (or document) through one layer after another, "decode" runs each token through
+            all layers before the next token. The order matters only if layers share a cache
+        pool: one cache for all layers
+        share_block: adjacent layers that use the same weights; None for what the table says, "full" for all layers
+        warm: keep the content of caches between sequences and documents
+        top1: request only the heaviest expert, as the paper does
+        batch: all sequences run in lockstep through the same caches. Their tokens at one step are one forward pass
+        prefetch: directly before the request of a decoded token in a layer, load the set of the token before it in that
+            layer ("previous"), what the table says a runtime prefetched ("recorded"), or predicted sets [L, B, T, p],
+            in which n_experts marks an empty place. "previous" takes the last token of a prompt for the first decoded
+            one, and nothing if the token before is padding or of another text. Prompts are not prefetched
+        on_miss: "load" admits every missing expert to the cache; "bypass" uses it from scratch memory if the expert
+            that it would evict was requested more often lately
     """
 
     order: Literal["layer", "decode"] = "layer"

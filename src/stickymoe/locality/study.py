@@ -22,7 +22,15 @@ AVOIDABLE = 0.25  # fraction of a policy's misses that Belady must avoid for the
 
 @dataclass(frozen=True)
 class Study:
-    """Simulations of a table by policy and capacity: the slots of each cache, their mean if slots were `allocated`."""
+    """What `study` returns: simulations of a table by policy and capacity.
+
+    Attributes:
+        table: the table
+        access: how the device runs through it
+        entries: experts that one cache serves, at most
+        results: the simulations, by policy and capacity: the slots of each cache, their mean if slots were allocated
+        allocated: whether the slots were divided over the caches by their miss curves
+    """
 
     table: RouteTable
     access: Access

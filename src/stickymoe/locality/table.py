@@ -69,22 +69,23 @@ def _wrong(name: str, array: Shaped[np.ndarray, ...], expected: str) -> DataErro
 class RouteTable:
     """The experts that every token chose in every layer. What is unknown is None. Arrays may be memory-mapped.
 
-    S: the chosen experts, heaviest first
-    mask: real tokens; the others are padding
-    doc: document numbers; a text ends where the number changes
-    weights: the combine weights of S
-    phase: prefill (0) or decode (1), in the trace of a generation
-    tokens: token ids
-    predicted: the experts that a runtime prefetched before it asked for those of the token; an index of n_experts
-        marks an empty place
-    residents: the experts that the router itself keeps resident when the token is routed; an index of n_experts marks
-        an empty place. The tokens of a prompt are routed together: the set of its last token is what counts
-    expert_bytes: bytes of one expert, for each layer
-    other_bytes: bytes of all weights outside the experts, which are always resident
-    share_block: adjacent layers that use the same expert weights
-    row_bytes: bytes of table rows that a token reads from slow memory, over all layers
-    row_keys: how these rows are addressed: with `tokens`, they say which rows every token reads
-    skips: some tokens use fewer than k experts; an index of n_experts in S marks a slot that uses none
+    Attributes:
+        S: the chosen experts, heaviest first
+        mask: real tokens; the others are padding
+        doc: document numbers; a text ends where the number changes
+        weights: the combine weights of S
+        phase: prefill (0) or decode (1), in the trace of a generation
+        tokens: token ids
+        predicted: the experts that a runtime prefetched before it asked for those of the token; an index of n_experts
+            marks an empty place
+        residents: the experts that the router itself keeps resident when the token is routed; an index of n_experts
+            marks an empty place. The tokens of a prompt are routed together: the set of its last token is what counts
+        expert_bytes: bytes of one expert, for each layer
+        other_bytes: bytes of all weights outside the experts, which are always resident
+        share_block: adjacent layers that use the same expert weights
+        row_bytes: bytes of table rows that a token reads from slow memory, over all layers
+        row_keys: how these rows are addressed: with `tokens`, they say which rows every token reads
+        skips: some tokens use fewer than k experts; an index of n_experts in S marks a slot that uses none
     """
 
     S: Integer[np.ndarray, "L B T k"]

@@ -39,7 +39,7 @@ class LossContext:
 
 @dataclass(frozen=True)
 class Objective:
-    """The weighted sum of all terms, and the unweighted value of each, by its symbol."""
+    """What `objective` returns: the weighted sum of all terms, and the unweighted value of each, by its symbol."""
 
     total: Float[Tensor, ""]
     values: dict[str, Float[Tensor, ""]]
@@ -289,15 +289,24 @@ class _SoftCache(torch.autograd.Function):
 
 
 def balance_loss(trace: RoutingTrace) -> Float[Tensor, ""]:
-    """eq:bal_loss, mean over layers: 1 where both the load and the mean gate are uniform."""
+    """eq:bal_loss, mean over layers: 1 where both the load and the mean gate are uniform.
+
+    It is larger if a few experts get most tokens.
+    """
     return balance_by_layer(trace).mean()
 
 
 def consistency_loss(trace: RoutingTrace) -> Float[Tensor, ""]:
-    """eq:cons_loss_full. Mean over layers of eq:cons_loss; between 0 and 2."""
+    """eq:cons_loss_full. Mean over layers of eq:cons_loss; between 0 and 2.
+
+    It is the squared distance between the gate distributions of adjacent tokens.
+    """
     return consistency_by_layer(trace).mean()
 
 
 def anchor_loss(trace: RoutingTrace, *, window: int, anchor_gradient: bool = False) -> Float[Tensor, ""]:
-    """eq:hard_loss, mean over layers."""
+    """eq:hard_loss, mean over layers.
+
+    It is the squared distance between the gate distribution of a token and that of the first token of its window.
+    """
     return anchor_by_layer(trace, window=window, anchor_gradient=anchor_gradient).mean()

@@ -195,7 +195,16 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The config of one run. `data`, `model`, `train` and `eval` are plain settings; `variant` is the method."""
+    """The config of one run.
+
+    Args:
+        data: the text and its tokens
+        model: sizes of the model
+        variant: the method
+        train: the training protocol
+        eval: how the model is evaluated
+        seed: fixes the initial weights and the order of the text
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

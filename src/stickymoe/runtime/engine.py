@@ -64,19 +64,26 @@ class Settings:
 class Stats:
     """What a generation cost.
 
-    hits, misses: requested experts that were in a slot, or were not
-    evictions: experts that left a slot for another one
-    prefetched, wasted: experts that were loaded before they were requested, and those of them that no token used
-    bypassed: misses that passed through a scratch slot and evicted nobody
-    prompt_misses: misses of the prompt, among the others
-    bytes_read: bytes of experts that were read from the store
-    stall_s: seconds that the model waited for loads on demand
-    late_s: seconds that it waited for prefetches in flight
-    rows, row_hits: requested rows of tables on disk, and those of them that were in memory
-    row_bytes_read: bytes that were read for the others: whole blocks
-    row_stall_s: seconds that the model waited for rows
-    prompt_s, decode_s: seconds of the prompt, and of the tokens after the first
-    resident_bytes: slots, hot rows and dense part
+    Attributes:
+        prompt_tokens: tokens of the prompt
+        tokens: generated tokens
+        hits: requested experts that were in a slot
+        misses: requested experts that were not in a slot
+        evictions: experts that left a slot for another one
+        prefetched: experts that were loaded before they were requested
+        wasted: prefetched experts that no token used
+        bypassed: misses that passed through a scratch slot and evicted nobody
+        prompt_misses: misses of the prompt, among the others
+        bytes_read: bytes of experts that were read from the store
+        stall_s: seconds that the model waited for loads on demand
+        late_s: seconds that it waited for prefetches in flight
+        rows: requested rows of tables on disk
+        row_hits: requested rows that were in memory
+        row_bytes_read: bytes that were read for the other rows: whole blocks
+        row_stall_s: seconds that the model waited for rows
+        prompt_s: seconds of the prompt
+        decode_s: seconds of the tokens after the first
+        resident_bytes: bytes of the slots, hot rows and the dense part
     """
 
     prompt_tokens: int
@@ -112,9 +119,13 @@ class Stats:
 
 @dataclass(frozen=True)
 class Generation:
-    """The generated tokens, what they cost, and the routes of the prompt and of every token that was given back.
+    """What `Engine.generate` returns.
 
-    `table` is None for a model without experts. `interrupted`: the text was ended by Ctrl-C.
+    Attributes:
+        tokens: the new tokens
+        stats: what they cost
+        table: the routes of the prompt and of every token that was given back; None for a model without experts
+        interrupted: whether Ctrl-C ended the text
     """
 
     tokens: list[int]
@@ -127,9 +138,14 @@ class Generation:
 class Pass:
     """One forward pass of a text, which wrote one token.
 
-    S, w: for each layer the experts of the last token of the pass, heaviest first, and their weights
-    changes: for each pool of experts what was loaded
-    hits, misses, bytes_read, stall_s: of this pass
+    Attributes:
+        S: for each layer the experts of the last token of the pass, heaviest first
+        w: their weights
+        changes: for each pool of experts what was loaded
+        hits: requested experts that were in a slot
+        misses: requested experts that were not in a slot
+        bytes_read: bytes of experts that were read from the store
+        stall_s: seconds that the model waited for loads on demand
     """
 
     S: list[list[int]]
