@@ -144,14 +144,22 @@ def _equal_memory(collection: Collection, folder: Path) -> str:
         return ""
     found.sort(key=lambda y: (not any(c.row_bytes for c in y.choices), -y.steps, y.title))
     counted = json.loads((HERE / "ngrams.json").read_text(encoding="utf-8"))
-    text = (
-        f"A device has fast memory for {SLOTS} experts per layer and everything outside the experts: "
-        f"{bytes_text(memory)} in fp32. Which model is best, and what does a token load from slow memory? "
-        f"{yardstick.EXPLAINED} Bits and perplexity are those of the validation split; no row was evaluated on the "
-        "test split. `hash+lookup` keeps four experts per layer in memory and reads rows from tables in slow memory: "
-        "one keyed by the token in every layer, and with n=2,3 rows keyed by the last two and three tokens in the "
-        "first two layers.\n"
-    )
+    text = f"""\
+A device has fast memory for {SLOTS} experts per layer and everything outside the experts: {bytes_text(memory)} in fp32.
+Which model is best, and what does a token load from slow memory?
+
+- **fast memory**: everything resident, in fp32; a row may exceed the budget by 3 % (gates).
+- **loaded**: bytes per token from slow memory, on a warm stream; ≤: an upper bound, from sequences that start with empty
+  slots.
+- **gap closed**: (floor − bits) / (floor − ceiling). The floor is the best model that fits and loads nothing, the
+  ceiling the best one with all experts in memory.
+- **hash+lookup** keeps four experts per layer in memory and reads rows from tables in slow memory: one keyed by the
+  token in every layer, and with n=2,3 rows keyed by the last two and three tokens in the first two layers. A disk reads
+  whole blocks, so it reads more than the rows ([runtime](runtime.md#3-rows-on-disk)).
+
+Bits and perplexity are those of the validation split; no row was evaluated on the test split. ± is half of the 95 %
+interval over seeds.
+"""
     parts = [text, *(_at_equal_memory(y, memory, counted, folder) for y in found), _lengths(collection, folder)]
     return "\n".join(filter(None, parts))
 
@@ -167,7 +175,8 @@ def _at_equal_memory(found: Yardstick, memory: float, counted: list[dict[str, An
         filter(
             None,
             (
-                f"### {found.title}\n",
+                f"### {found.corpus}, {found.steps:,} steps\n",
+                f"{found.title}.\n",
                 _verdict(found, memory, models),
                 tables.markdown(yardstick.table(found, memory, most=MOST_ROWS)),
                 None if warning is None else f"{_sentence(warning.removeprefix(f'{found.title}: '))}.\n",
