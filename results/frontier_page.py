@@ -149,8 +149,8 @@ A device has fast memory for {SLOTS} experts per layer and everything outside th
 Which model is best, and what does a token load from slow memory?
 
 - **fast memory**: everything resident, in fp32; a row may exceed the budget by 3 % (gates).
-- **loaded**: bytes per token from slow memory, on a warm stream; ≤: an upper bound, from sequences that start with empty
-  slots.
+- **loaded**: bytes per token from slow memory, on a warm stream; ≤: an upper bound, from sequences that start with
+  empty slots.
 - **gap closed**: (floor − bits) / (floor − ceiling). The floor is the best model that fits and loads nothing, the
   ceiling the best one with all experts in memory.
 - **hash+lookup** keeps four experts per layer in memory and reads rows from tables in slow memory: one keyed by the
