@@ -24,6 +24,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "examples/olmoe/README.md": "examples/olmoe.md",
     "examples/smollm2/README.md": "examples/smollm2.md",
+    "examples/llama_cpp/README.md": "examples/llama_cpp.md",
     "results/README.md": "records.md",
 }
 SOURCES = {page: source for source, page in PAGES.items()}
