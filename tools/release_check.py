@@ -41,6 +41,19 @@ with stickymoe.attach(model, "soft", lam=0.1) as attached:
 READ_TEXT = (
     "from datasets import load_dataset; assert load_dataset('text', data_files='text.txt')['train'].num_rows == 2"
 )
+# A cluster of one node, which ends with its process; `ray stop` would end every cluster of the machine.
+SWEEP_ON_RAY = """
+import subprocess, sys, ray
+address = ray.init(num_cpus=1, include_dashboard=False).address_info["gcs_address"]
+sweep = ["-m", "stickymoe.cli", "sweep", "grid.yaml", "--engine", "ray", "--address", address, "--out", "runs"]
+sys.exit(subprocess.run([sys.executable, *sweep]).returncode)
+"""
+GRID = """
+preset: tiny
+rows:
+  - variant: vanilla
+    train: {steps: 4}
+"""
 
 
 class CheckError(Exception):
@@ -149,6 +162,13 @@ def use_serve(env: Environment) -> None:
         urllib.request.urlopen(f"{address}/health", timeout=60).close()  # any status but success is an OSError
 
 
+def use_ray(env: Environment) -> None:
+    (env.place / "grid.yaml").write_text(GRID)
+    env.python(SWEEP_ON_RAY)
+    if not list(env.place.glob("runs/*/record.json")):
+        raise CheckError("stickymoe sweep --engine ray left no record")
+
+
 def use_all(env: Environment) -> None:
     env(TRAIN)
     env("stickymoe report runs -o report.html")
@@ -162,6 +182,7 @@ SMOKE: dict[str, Callable[[Environment], None]] = {
     "hub": use_hub,
     "hf": use_hf,
     "serve": use_serve,
+    "ray": use_ray,
     "all": use_all,
 }
 
