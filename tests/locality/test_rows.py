@@ -16,8 +16,9 @@ from stickymoe.locality.cache import Cache, SparseCache
 from stickymoe.locality.formats import load_table, save_table
 from stickymoe.locality.policies import policy_names
 from stickymoe.locality.recorder import Recorder
+from stickymoe.locality.row_kernels import find_rows
 from stickymoe.locality.row_replay import rows_of, simulate_rows, tokens_of_share
-from stickymoe.locality.rows import RowKey, find_rows, key_fields
+from stickymoe.locality.rows import RowKey, key_fields
 from stickymoe.locality.streams import Access
 from stickymoe.locality.table import RouteTable
 from stickymoe.routing.lookup import NgramTable

@@ -12,7 +12,8 @@ from jaxtyping import Int64
 from stickymoe.errors import DataError
 from stickymoe.locality.cache import CacheStats
 from stickymoe.locality.replay import replay_stream
-from stickymoe.locality.rows import SizeClass, find_rows, first_numbers, key_fields, size_classes
+from stickymoe.locality.row_kernels import find_rows
+from stickymoe.locality.rows import SizeClass, first_numbers, key_fields, size_classes
 from stickymoe.locality.streams import Access, Stream, forward_passes
 from stickymoe.locality.study import finite
 from stickymoe.locality.table import RouteTable

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
-from numba import njit
 
 
 @dataclass(frozen=True)
@@ -37,35 +36,8 @@ class RowKey:
         return self.rows + (self.n > 1)
 
 
-@njit(nogil=True)
-def mix(x: Any) -> Any:
-    """An invertible hash of 64-bit numbers: odd factors and shifts."""
-    x = x * np.int64(-4658895280553007687)
-    x = x ^ ((x >> 32) & np.int64(0xFFFFFFFF))
-    x = x * np.int64(-7723592293110705685)
-    return x ^ ((x >> 29) & np.int64(0x7FFFFFFFF))
-
-
-@njit(cache=True, nogil=True)
-def find_rows(tokens: Any, position: Any, first: int, fields: Any, out: Any) -> None:
-    """The rows [T, keys] of T tokens from `first` on. `position` is that in the document; `fields` are `key_fields`."""
-    for i in range(out.shape[0]):
-        t = first + i
-        for key in range(out.shape[1]):
-            n, rows = fields[key, 0], fields[key, 2]
-            if n == 1:
-                out[i, key] = tokens[t]
-            elif position[t] < n - 1:
-                out[i, key] = rows
-            else:
-                x = fields[key, 1]
-                for back in range(n):
-                    x = mix(x ^ tokens[t - back])
-                out[i, key] = x % rows
-
-
 def key_fields(keys: Sequence[RowKey]) -> Int64[np.ndarray, "keys 3"]:
-    """What `find_rows` reads of keys."""
+    """What `row_kernels.find_rows` reads of keys."""
     return np.array([(key.n, key.salt, key.rows) for key in keys], np.int64).reshape(-1, 3)
 
 

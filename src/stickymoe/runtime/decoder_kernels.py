@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from stickymoe.locality import rows as addresses
-from stickymoe.locality.rows import mix
+from stickymoe.locality import row_kernels as addresses
+from stickymoe.locality.row_kernels import mix
 from stickymoe.routing import kernels as rules
 from stickymoe.runtime import kernels
 from stickymoe.runtime import token_kernels as shared

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from stickymoe.errors import StoreError
 from stickymoe.locality.cache import SparseCache
 from stickymoe.locality.policies import find_policy
-from stickymoe.locality.rows import find_rows, first_numbers, key_fields, size_classes
+from stickymoe.locality.row_kernels import find_rows
+from stickymoe.locality.rows import first_numbers, key_fields, size_classes
 from stickymoe.runtime.memory import Region
 from stickymoe.runtime.readers import THREADS, Readers, StoreFile, Ticket
 from stickymoe.runtime.rows import BLOCK, GroupLayout, RowLayout
@@ -170,7 +171,7 @@ class StoredRows:
         """What was counted, in the order of ROW_COUNTS."""
         return [self.requested, self.hits, self.bytes_read]
 
-    def begin(self, tokens: Int64[np.ndarray, " text"], position: Int64[np.ndarray, " text"], first: int) -> None:
+    def begin(self, tokens: Int64[np.ndarray, " text"], position: Int64[np.ndarray, " places"], first: int) -> None:
         """A forward pass of the tokens from `first` on: find their rows, and read those that are not in memory."""
         self._abandon()
         n = len(tokens) - first
