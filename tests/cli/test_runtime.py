@@ -19,7 +19,7 @@ from stickymoe.cli import main
 from stickymoe.cli.runtime import _Printer
 from stickymoe.locality.formats import load_table
 from stickymoe.runtime import engine as engine_module
-from stickymoe.runtime.readers import Readers
+from stickymoe.runtime.readers import ExpertTicket, Readers
 from tests.runtime.offloading import write_run
 
 CLOSING = (
@@ -210,15 +210,15 @@ WAITING = """
 import sys
 from pathlib import Path
 from stickymoe.cli import main
-from stickymoe.runtime.readers import Readers
+from stickymoe.runtime.readers import ExpertTicket
 
-flag, read = Path(sys.argv.pop(1)), Readers._read
+flag, read = Path(sys.argv.pop(1)), ExpertTicket.read
 
-def reported(self, ticket):
+def reported(self, readers):
     flag.touch()
-    read(self, ticket)
+    read(self, readers)
 
-Readers._read = reported
+ExpertTicket.read = reported
 sys.exit(main())
 """
 

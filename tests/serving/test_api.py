@@ -467,16 +467,16 @@ def test_a_model_folder_that_disappears_does_not_end_the_server(serve, models, t
 
 def test_a_failed_read_ends_the_answers_and_the_model_is_opened_again(serve, models, monkeypatch):
     from stickymoe.errors import StoreError
-    from stickymoe.runtime.readers import Readers
+    from stickymoe.runtime.readers import ExpertTicket
 
     with serve({"vanilla": models["vanilla"]}, slots=2) as server:
         expected = server.text(max_tokens=6)
 
-        def fail(self, ticket):
+        def fail(self, readers):
             raise StoreError("expert 3 of layer 1 is damaged")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Readers, "_read", fail)
+            patch.setattr(ExpertTicket, "read", fail)
             answer = server.complete("other text", max_tokens=6)
         assert answer.status_code == 503
         assert "expert 3 of layer 1 is damaged" in answer.json()["error"]["message"]
