@@ -19,7 +19,7 @@ from stickymoe.cli import main
 from stickymoe.cli.runtime import _Printer
 from stickymoe.locality.formats import load_table
 from stickymoe.runtime import engine as engine_module
-from stickymoe.runtime.readers import ExpertTicket, Readers
+from stickymoe.runtime.readers import Readers
 from tests.runtime.offloading import write_run
 
 CLOSING = (
