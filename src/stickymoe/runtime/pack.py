@@ -50,9 +50,10 @@ def default_precision(source: Checkpoint) -> Precision:
     return "bf16" if source.expert(0, 0)[0].dtype == torch.bfloat16 else "fp32"
 
 
-def uniform(source: Checkpoint, precision: Precision) -> Plan:
-    """The same precision for all experts."""
-    require(precision in PRECISIONS, "experts", precision, f"one of {', '.join(PRECISIONS)}")
+def uniform(source: Checkpoint, name: str) -> Plan:
+    """The same precision, by its name, for all experts."""
+    require(name in PRECISIONS, "experts", name, f"one of {', '.join(PRECISIONS)}")
+    precision = next(p for p in PRECISIONS if p == name)
     return [[precision] * source.n_experts for _ in range(source.n_layers)]
 
 
