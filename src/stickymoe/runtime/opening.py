@@ -51,7 +51,7 @@ def open_store(
     source = open_checkpoint(model)
     precision = experts or default_precision(source)
     folder = store or _cache_folder() / f"{model.resolve().name}-{_digest(str(model.resolve()))}-{precision}"
-    plan = uniform(source, precision)  # type: ignore[arg-type]
+    plan = uniform(source, precision)
     replace = replace or store is None
     if (folder / INDEX).is_file():
         try:

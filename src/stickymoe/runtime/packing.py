@@ -81,7 +81,7 @@ def pack_model(
     precision = experts or default_precision(source)
     known = (*PRECISIONS, "mixed")
     require(precision in known, "experts", precision, f"one of {', '.join(known)}")
-    plan: Any = uniform(source, precision) if precision != "mixed" else None  # type: ignore[arg-type]
+    plan: Any = uniform(source, precision) if precision != "mixed" else None
     exact = precision in ("fp32", default_precision(source)) and text is None
     sample = None if exact else Sample(source, text, tokens)
     if plan is None:
