@@ -71,7 +71,15 @@ def pages(site: Path) -> list[Path]:
 def test_every_page_of_the_repository_is_on_the_site(site):
     named = {page.relative_to(site).with_suffix("").as_posix() for page in pages(site)}
     written = {page.stem for page in (ROOT / "docs").glob("*.md")}
-    outside = {"index", "contributing", "changelog", "records", "examples/olmoe", "examples/smollm2"}
+    outside = {
+        "index",
+        "contributing",
+        "changelog",
+        "records",
+        "examples/olmoe",
+        "examples/smollm2",
+        "examples/llama_cpp",
+    }
     assert named == written | outside | {"404", "results/tables/provenance"}
 
 
