@@ -1,12 +1,14 @@
 """Rows in slow memory: against plain loops, at document borders, in bytes, and their optimiser."""
 
+import dataclasses
+
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from stickymoe.errors import ConfigError
-from stickymoe.routing.lookup import Lookup
+from stickymoe.routing.lookup import Lookup, NgramTable
 from stickymoe.routing.rules import RouterInput, RouterState
 from stickymoe.runs.config import ModelConfig, RunConfig, TrainConfig
 from stickymoe.training.build import build_model
@@ -200,3 +202,36 @@ def test_clipping_counts_sparse_gradients_as_dense_ones(limit):
             expected = found
     assert found[0] == pytest.approx(expected[0])
     torch.testing.assert_close(found[1:], expected[1:], rtol=1e-5, atol=1e-6)
+
+
+def test_dropped_tokens_read_no_n_gram_rows_in_any_layer():
+    """Only in training: the draw of a token decides for all layers at once."""
+    part = lookup(drop=0.6)
+    x = inputs([[1, 2, 3, 4, 5]])
+    draw = torch.tensor([[0.9, 0.9, 0.59, 0.6, 0.1]])
+    y = part(dataclasses.replace(x, draw=draw), None)[0]
+    bare = lookup(ngrams=())
+    bare.tokens, bare.gate = part.tokens, part.gate
+    kept = torch.tensor([True, True, False, True, False])
+    torch.testing.assert_close(y[:, kept], part(x, None)[0][:, kept])
+    torch.testing.assert_close(y[:, ~kept], bare(x, None)[0][:, ~kept])
+
+
+def test_a_model_drops_rows_in_training_only():
+    model = build_model(config(table_drop=0.5), V)
+    for table in (m for m in model.modules() if isinstance(m, NgramTable)):
+        nn.init.constant_(table.table.weight[:-1], 1.0)
+    tokens = torch.randint(V, (2, 16))
+    draws = []
+    for block in model.blocks:
+        block.side.register_forward_pre_hook(lambda part, given: draws.append(given[0].draw))
+    model(tokens, tokens).loss.backward()
+    assert all(torch.equal(draw, draws[0]) for draw in draws)
+    read = int((draws[0][:, 1:] >= 0.5).sum())  # the first token of a sequence has no bigram
+    first = model.blocks[0].side.ngrams[0]
+    assert len(first.table.weight.grad._indices()[0].unique()) <= 2 * read + 1
+    assert 0 < read < 30
+    draws.clear()
+    model.eval()
+    model(tokens, tokens)
+    assert all(draw is None for draw in draws)

@@ -84,6 +84,7 @@ class Context:
     doc: Int[Tensor, "B T"] | None
     boundary: Bool[Tensor, "B T"] | None
     attention_mask: Tensor | None
+    draw: Float[Tensor, "B T"] | None
 
 
 class Attention(nn.Module):
@@ -131,7 +132,9 @@ class Block(nn.Module):
         """The residual stream after the layer, the routing, and the state for the next tokens."""
         out, attended, cache = self.attention(self.attention_norm(x), context.attention_mask, past)
         x = x + out
-        seen = RouterInput(self.ffn_norm(x), attended, context.tokens, context.position, context.doc, context.boundary)
+        h = self.ffn_norm(x)
+        c = context
+        seen = RouterInput(h, attended, c.tokens, c.position, c.doc, c.boundary, draw=c.draw)
         y, routing = self._feed_forward(seen, cache, past)
         x = x + y
         if self.side is not None:
@@ -205,7 +208,9 @@ class GPT(nn.Module):
         mask = None if mask is None else mask.bool()
         _require_supported(tokens, mask, doc, cache)
         position = self._positions(tokens, doc, cache)
-        context = Context(tokens, position, doc, boundary, _attention_mask(tokens, doc, cache))
+        drops = self.training and any(side.drop for side in self._sides())
+        draw = torch.rand(tokens.shape, device=tokens.device) if drops else None
+        context = Context(tokens, position, doc, boundary, _attention_mask(tokens, doc, cache), draw)
         x = self.token_embedding(tokens) + self.position_embedding(position)
         routed: list[Routing | None] = []
         for i, block in enumerate(self.blocks):

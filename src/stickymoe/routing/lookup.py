@@ -74,7 +74,9 @@ def _mix(x: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
 class Lookup(SidePart):
     """y = (1 + W·h) ⊙ r, where r is the sum of the token's row and the rows of its n-grams.
 
-    W starts at 0. N-grams do not cross document borders. Rows narrower than the model are projected up.
+    W starts at 0. N-grams do not cross document borders. Rows narrower than the model are projected up. In training,
+    a share `drop` of the tokens reads no n-gram rows, in any layer. So the rows learn from fewer passes over the text
+    than the rest of the model, which also learns to do without them.
     """
 
     def __init__(
@@ -89,10 +91,11 @@ class Lookup(SidePart):
         width: int,
         gated: bool,
         lr_scale: float,
+        drop: float = 0.0,
     ) -> None:
         super().__init__()
         width = width or d_model
-        self.lr_scale = lr_scale
+        self.lr_scale, self.drop = lr_scale, drop
         self.tokens = RowTable(vocab_size, width) if tokens else None
         self.ngrams = nn.ModuleList(NgramTable(n, rows, width, heads) for n in ngrams)
         self.longest = max(ngrams, default=1)
@@ -105,7 +108,8 @@ class Lookup(SidePart):
         history, state = self._history(x.tokens, x.position, state or RouterState())
         r: Tensor | float = 0.0 if self.tokens is None else self.tokens(x.tokens)
         for table in self._ngram_tables():
-            r = r + table(history, x.position >= table.n - 1)
+            known = x.position >= table.n - 1
+            r = r + table(history, known if x.draw is None else known & (x.draw >= self.drop))
         assert isinstance(r, Tensor)
         r = r if self.up is None else self.up(r)
         return (r if self.gate is None else (1 + self.gate(x.h)) * r), state

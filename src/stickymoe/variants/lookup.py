@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from stickymoe.errors import require
 from stickymoe.variants.base import (
+    BELOW_ONE,
     COUNT,
     COUNT_OR_NONE,
     SWITCH,
@@ -44,6 +45,9 @@ class LookupVariant(Balanced):
     ngrams_only: bool = hyper(False, "n-grams only", "no rows keyed by the token alone", SWITCH, always=False)
     ungated: bool = hyper(False, "ungated", "add rows as they are, without the factor 1 + W·h", SWITCH, always=False)
     table_lr: float = hyper(1.0, "row lr", "learning rate of the rows, relative to train.lr", WEIGHT, always=False)
+    table_drop: float = hyper(
+        0.0, "drop", "share of tokens that read no n-gram rows in training", BELOW_ONE, always=False
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,4 +70,5 @@ class LookupVariant(Balanced):
             width=self.table_width,
             gated=not self.ungated,
             lr_scale=self.table_lr,
+            drop=self.table_drop,
         )
