@@ -19,6 +19,7 @@ from stickymoe.errors import ConfigError
 from stickymoe.locality.rows import RowKey
 from stickymoe.models.head import linear_cross_entropy, plain_cross_entropy
 from stickymoe.models.moe import Experts, FeedForward, MoE, Router
+from stickymoe.models.products import Linear
 from stickymoe.routing.layer import LayerParts, SidePart
 from stickymoe.routing.rules import RouterInput, RouterState, Routing
 from stickymoe.routing.trace import RoutingTrace, token_positions
@@ -91,8 +92,8 @@ class Attention(nn.Module):
     def __init__(self, d_model: int, n_heads: int) -> None:
         super().__init__()
         self.n_heads = n_heads
-        self.qkv = nn.Linear(d_model, 3 * d_model)
-        self.out = nn.Linear(d_model, d_model)
+        self.qkv = Linear(d_model, 3 * d_model)
+        self.out = Linear(d_model, d_model)
 
     def forward(
         self, x: Float[Tensor, "B T d"], mask: Tensor | None, past: LayerCache | None

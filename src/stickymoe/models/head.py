@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stickymoe.models.products import add_product_of_columns, product
+
 IGNORED = -100  # a target with this value is ignored
 CHUNK_ELEMENTS = 8 << 20  # logits per chunk: with fewer, products are too small; with more, they leave the cache
 
@@ -76,25 +78,21 @@ def _loss_and_gradients(
     rows = min(max(CHUNK_ELEMENTS // V, 1), n)
     nats = torch.empty(n, 1, dtype=wide, device=h.device)
     dh = torch.empty_like(h) if by_h else None
-    dweight = torch.zeros(V, d, dtype=wide, device=h.device) if by_weight else None
-    buffer = torch.empty(rows, V, dtype=h.dtype, device=h.device)
+    dweight = torch.zeros(d, V, dtype=wide, device=h.device) if by_weight else None  # transposed
     for first in range(0, n, rows):
         part = slice(first, min(first + rows, n))
         hc, target, share = h[part], safe[part], scale[part]
-        logits = torch.mm(hc, weight.t(), out=buffer[: hc.shape[0]]).to(wide)
+        logits = product(hc, weight).to(wide)
         p = torch.softmax(logits, dim=1, out=logits)
         nats[part] = -p.gather(1, target).log()
         if not (by_h or by_weight):
             continue
         error = p.scatter_add_(1, target, torch.full_like(share, -1)).to(h.dtype)  # before any rounding to bf16
         if dh is not None:
-            dh[part] = torch.mm(error, weight) * share
+            dh[part] = product(error, weight.t()) * share
         if dweight is not None:
             weighted = (hc * share).to(h.dtype)
-            if wide == h.dtype:
-                dweight.addmm_(error.t(), weighted)
-            else:
-                dweight += torch.mm(error.t(), weighted)
+            add_product_of_columns(dweight, weighted, error)
     lost = nats.isinf().squeeze(1)
     if bool(lost.any()):  # p of the target underflowed in these few rows: use log-softmax
         exact = torch.mm(h[lost], weight.t()).to(wide).log_softmax(1)
@@ -102,5 +100,5 @@ def _loss_and_gradients(
     return (
         torch.where(counts[:, None], nats * scale, scale).sum(),
         dh,
-        None if dweight is None else dweight.to(weight.dtype),
+        None if dweight is None else dweight.t().to(weight.dtype).contiguous(),
     )

@@ -5,7 +5,6 @@ n tokens, d width, f expert width, N experts, k experts per token, m = n·k rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stickymoe.models.products import Linear, product, product_of_columns
 from stickymoe.routing.rules import RouterInput, RouterState, Routing, RoutingRule
 from stickymoe.routing.ties import TiedExperts
 
@@ -139,7 +139,7 @@ def sorted_experts(
     down: Float[Tensor, "N d f"],
     down_bias: Float[Tensor, "N d"],
 ) -> Float[Tensor, "n d"]:
-    """eq:moe_output. The fast path: rows sorted by expert, one product per expert and matrix, into one buffer."""
+    """eq:moe_output. The fast path: rows sorted by expert, one product per expert and matrix."""
     if torch.is_autocast_enabled(h.device.type):
         dtype = torch.get_autocast_dtype(h.device.type)
         h, w, up, up_bias, down, down_bias = (x.to(dtype) for x in (h, w, up, up_bias, down, down_bias))
@@ -157,22 +157,16 @@ class _SortedExperts(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, S: Tensor, w: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
     ) -> Tensor:
-        (n, d), k, (N, f, _) = h.shape, S.shape[1], up.shape
+        n, k, N = len(h), S.shape[1], len(up)
         order = S.flatten().argsort(stable=True)  # sorted row → token · k + slot
         token = order // k
         place = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=h.device)).view(n, k)  # inverse
         counts = S.flatten().bincount(minlength=N).tolist()
-        x = h.index_select(0, token)
-        a = h.new_empty(n * k, f)
-        out = h.new_empty(n * k, d)
-        busy = [(i, rows) for i, rows in _groups(counts) if counts[i]]
-        for i, rows in busy:
-            torch.addmm(up_bias[i], x[rows], up[i].t(), out=a[rows])
-        z = F.gelu(a)
-        for i, rows in busy:
-            torch.addmm(down_bias[i], z[rows], down[i].t(), out=out[rows])
-        ctx.save_for_backward(x, a, z, out, w, order, token, place, up, down)
-        ctx.counts = counts
+        x = torch.split(h.index_select(0, token), counts)
+        a = [product(x[i], up[i], up_bias[i]) for i in range(N)]
+        z = [F.gelu(part) for part in a]
+        out = torch.cat([product(z[i], down[i], down_bias[i]) for i in range(N)])
+        ctx.save_for_backward(out, w, order, token, place, up, down, *x, *a, *z)
         y = torch.zeros_like(h)
         for slot in range(k):
             y.addcmul_(out.index_select(0, place[:, slot]), w[:, slot, None])
@@ -181,40 +175,32 @@ class _SortedExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, a, z, out, w, order, token, place, up, down = ctx.saved_tensors
-        k = w.shape[1]
+        out, w, order, token, place, up, down, *rows = ctx.saved_tensors
+        k, N = w.shape[1], len(up)
+        x, a, z = rows[:N], rows[N : 2 * N], rows[2 * N :]
         by_up, by_up_bias, by_down, by_down_bias = ctx.needs_input_grad[3:]
         dw = torch.stack([(out.index_select(0, place[:, slot]) * dy).sum(1) for slot in range(k)], dim=1)
         dout = dy.index_select(0, token).mul_(w.flatten().index_select(0, order)[:, None])
-        dz, dx = torch.empty_like(a), torch.empty_like(x)
+        dx_parts = []
         dup, dup_bias = torch.empty_like(up) if by_up else None, up.new_empty(up.shape[:2]) if by_up_bias else None
         ddown = torch.empty_like(down) if by_down else None
         ddown_bias = down.new_empty(down.shape[:2]) if by_down_bias else None
-        for i, rows in _groups(ctx.counts):
+        for i, dout_i in enumerate(torch.split(dout, [len(part) for part in x])):
             if ddown is not None:
-                torch.mm(dout[rows].t(), z[rows], out=ddown[i])
+                ddown[i] = product_of_columns(dout_i, z[i])
             if ddown_bias is not None:
-                torch.sum(dout[rows], 0, out=ddown_bias[i])
-            torch.mm(dout[rows], down[i], out=dz[rows])
-        da = torch.ops.aten.gelu_backward(dz, a)
-        for i, rows in _groups(ctx.counts):
+                torch.sum(dout_i, 0, out=ddown_bias[i])
+            da = torch.ops.aten.gelu_backward(product(dout_i, down[i].t()), a[i])
             if dup is not None:
-                torch.mm(da[rows].t(), x[rows], out=dup[i])
+                dup[i] = product_of_columns(da, x[i])
             if dup_bias is not None:
-                torch.sum(da[rows], 0, out=dup_bias[i])
-            torch.mm(da[rows], up[i], out=dx[rows])
+                torch.sum(da, 0, out=dup_bias[i])
+            dx_parts.append(product(da, up[i].t()))
+        dx = torch.cat(dx_parts)
         dh = dx.index_select(0, place[:, 0])
         for slot in range(1, k):
             dh += dx.index_select(0, place[:, slot])
         return dh, None, dw, dup, dup_bias, ddown, ddown_bias
-
-
-def _groups(counts: list[int]) -> Iterator[tuple[int, slice]]:
-    """Each expert and its rows. Idle experts are included: their gradients are empty products, so zero."""
-    first = 0
-    for i, count in enumerate(counts):
-        yield i, slice(first, first + count)
-        first += count
 
 
 class MoE(nn.Module):
@@ -241,8 +227,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
-        self.up = nn.Linear(d_model, d_ff)
-        self.down = nn.Linear(d_ff, d_model)
+        self.up = Linear(d_model, d_ff)
+        self.down = Linear(d_ff, d_model)
 
     def forward(self, h: Float[Tensor, "B T d"]) -> Float[Tensor, "B T d"]:
         out: Tensor = self.down(F.gelu(self.up(h)))
