@@ -8,11 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
+from stickymoe.models import moe
 from stickymoe.models.moe import Experts, FeedForward, MoE, Router
 from stickymoe.routing.rules import RouterInput, RoutingRule
 
 D, F = 5, 7
 TOLERANCE = {torch.float64: {"rtol": 1e-9, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
+
+
+@pytest.fixture(params=[1, 4], ids=["unpadded", "padded"], scope="module", autouse=True)
+def _unit(request):
+    """With and without padding of each expert's rows, whatever this processor prefers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "row_unit", lambda: request.param)
+        yield
+
+
 each_path = pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE.keys(), ids=["fp64", "fp32"])
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 8) | st.sampled_from([16, 64]), st.integers(1, 4)).filter(

@@ -1,6 +1,6 @@
 """The expert layer: a router sends every token to k of N feed-forward experts.
 
-n tokens, d width, f expert width, N experts, k experts per token, m = n·k rows sorted by expert.
+n tokens, d width, f expert width, N experts, k experts per token, m ≥ n·k rows sorted by expert.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from stickymoe.models.products import Linear, product, product_of_columns
+from stickymoe.models.products import Linear, product, product_of_columns, row_unit
 from stickymoe.routing.rules import RouterInput, RouterState, Routing, RoutingRule
 from stickymoe.routing.ties import TiedExperts
 
@@ -158,15 +158,14 @@ class _SortedExperts(torch.autograd.Function):
         ctx: Any, h: Tensor, S: Tensor, w: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
     ) -> Tensor:
         n, k, N = len(h), S.shape[1], len(up)
-        order = S.flatten().argsort(stable=True)  # sorted row → token · k + slot
-        token = order // k
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=h.device)).view(n, k)  # inverse
-        counts = S.flatten().bincount(minlength=N).tolist()
-        x = torch.split(h.index_select(0, token), counts)
+        place, rows = _places(S, N)
+        token = place.new_zeros(sum(rows)).index_copy_(0, place, torch.arange(n * k, device=h.device) // k)
+        place = place.view(n, k)
+        x = torch.split(h.index_select(0, token), rows)
         a = [product(x[i], up[i], up_bias[i]) for i in range(N)]
         z = [F.gelu(part) for part in a]
         out = torch.cat([product(z[i], down[i], down_bias[i]) for i in range(N)])
-        ctx.save_for_backward(out, w, order, token, place, up, down, *x, *a, *z)
+        ctx.save_for_backward(out, w, token, place, up, down, *x, *a, *z)
         y = torch.zeros_like(h)
         for slot in range(k):
             y.addcmul_(out.index_select(0, place[:, slot]), w[:, slot, None])
@@ -175,12 +174,13 @@ class _SortedExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        out, w, order, token, place, up, down, *rows = ctx.saved_tensors
+        out, w, token, place, up, down, *groups = ctx.saved_tensors
         k, N = w.shape[1], len(up)
-        x, a, z = rows[:N], rows[N : 2 * N], rows[2 * N :]
+        x, a, z = groups[:N], groups[N : 2 * N], groups[2 * N :]
         by_up, by_up_bias, by_down, by_down_bias = ctx.needs_input_grad[3:]
         dw = torch.stack([(out.index_select(0, place[:, slot]) * dy).sum(1) for slot in range(k)], dim=1)
-        dout = dy.index_select(0, token).mul_(w.flatten().index_select(0, order)[:, None])
+        weight = w.new_zeros(len(token)).index_copy_(0, place.flatten(), w.flatten())  # 0 for padding
+        dout = dy.index_select(0, token).mul_(weight[:, None])
         dx_parts = []
         dup, dup_bias = torch.empty_like(up) if by_up else None, up.new_empty(up.shape[:2]) if by_up_bias else None
         ddown = torch.empty_like(down) if by_down else None
@@ -201,6 +201,18 @@ class _SortedExperts(torch.autograd.Function):
         for slot in range(1, k):
             dh += dx.index_select(0, place[:, slot])
         return dh, None, dw, dup, dup_bias, ddown, ddown_bias
+
+
+def _places(S: Int[Tensor, "n k"], n_experts: int) -> tuple[Int[Tensor, " nk"], list[int]]:
+    """The row of each choice when rows are sorted by expert, and the rows of each expert, with padding."""
+    chosen, unit = S.flatten(), row_unit()
+    counts = chosen.bincount(minlength=n_experts)
+    rows = (counts + unit - 1) // unit * unit
+    order = chosen.argsort(stable=True)
+    # Sorted choices follow each other, apart from the padding of the experts before theirs.
+    padding = (rows - counts).cumsum(0) - (rows - counts)
+    sorted_places = torch.arange(len(chosen), device=S.device) + padding.index_select(0, chosen.index_select(0, order))
+    return torch.empty_like(order).index_copy_(0, order, sorted_places), rows.tolist()
 
 
 class MoE(nn.Module):
