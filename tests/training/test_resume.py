@@ -60,6 +60,17 @@ class TestInterrupted:
         train(small(), out, resume=True, quiet=True)
         same_results(out, finished(small()))
 
+    def test_rows_that_are_dropped_at_random_are_the_same_after_resuming(
+        self, small: Small, finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = small("--variant.table_drop", "0.5", "--variant.table_rows", "64", variant="hash+lookup")
+        with monkeypatch.context() as patch:
+            raise_at_step(patch, 4, signal.SIGINT)
+            with pytest.raises(InterruptedRunError):
+                train(config, tmp_path / "run", quiet=True)
+        train(config, tmp_path / "run", resume=True, quiet=True)
+        same_results(tmp_path / "run", finished(config))
+
     def test_twice(self, small: Small, finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         out = tmp_path / "run"
         for step in (1, 6):

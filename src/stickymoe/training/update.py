@@ -84,6 +84,8 @@ class Updates:
             self.batches.batch(step, part=micro * world + accelerator.process_index, parts=accumulate * world)
             for micro in range(accumulate)
         ]
+        # What a part drops at random depends on the step alone, so a resumed run drops the same.
+        torch.manual_seed(((self.config.seed << 24) + step) * world + accelerator.process_index)
         sums: dict[str, Tensor] = {}
         for micro, (batch, share) in enumerate(zip(batches, self._shares(batches), strict=True)):
             # FSDP would keep whole gradients between micro-batches.
