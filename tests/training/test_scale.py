@@ -35,13 +35,15 @@ def test_1b_has_a_billion_parameters(scale: dict[str, Any]) -> None:
     assert size.total == c.n_layers * layer + (50_257 + c.seq_len + 2) * c.d_model
 
 
-def test_flops_are_those_that_torch_counts(scale: dict[str, Any]) -> None:
-    """Of a small model, forward and backward, with the plain path, which torch can count."""
+def test_flops_are_those_that_torch_counts(scale: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small model, forward and backward, with the plain path and torch's own products, which torch can count."""
     from torch.utils.flop_counter import FlopCounterMode
 
+    from stickymoe.models import products
     from stickymoe.models.gpt import GPT
     from stickymoe.variants import Site
 
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
     config = RunConfig(model=ModelConfig(d_model=64, n_layers=2, n_heads=4, n_experts=8, top_k=2, d_ff=64, seq_len=32))
     model = GPT(config.model, 300, lambda i: config.variant.parts(Site(i, 64, 8, 2, 300)), fast=False)
     tokens = torch.randint(300, (4, 32), generator=torch.Generator().manual_seed(0))
