@@ -124,13 +124,13 @@ def test_scratch_may_be_longer_than_needed(precision):
 
 @precisions
 def test_a_slot_within_a_larger_region_may_be_read_only(precision):
+    """A read-only slot has code of its own, compiled apart, so its sums may be in another order."""
     case = Case(expert_spec(40, 33), precision, np.random.default_rng(3))
-    expected = case.run()
     region = np.full(3 * len(case.slot), 255, np.uint8)
     region[len(case.slot) : 2 * len(case.slot)] = case.slot
     region.flags.writeable = False
     case.slot = region[len(case.slot) : 2 * len(case.slot)]
-    assert np.array_equal(case.run(), expected)
+    case.assert_plain()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
