@@ -77,6 +77,20 @@ def test_a_batch_depends_on_its_step_alone(size: tuple[int, int, int], visits: l
         assert equal(used.batch(step), train_batches(*size, seed=7).batch(step))
 
 
+@settings(deadline=None)
+@given(sizes)
+def test_visits_of_a_token_grow_by_one_with_each_pass(size: tuple[int, int, int]) -> None:
+    n, seq_len, batch_size = size
+    batches = train_batches(n, seq_len, batch_size)
+    seen: dict[int, list[int]] = {}
+    for step in range(-(-3 * batches.n_chunks // batch_size)):
+        batch = batches.batch(step)
+        assert batch.visit is not None
+        for token, visit in zip(batch.tokens.flatten().tolist(), batch.visit.flatten().tolist(), strict=True):
+            seen.setdefault(token, []).append(visit)
+    assert all(visits == list(range(visits[0], visits[0] + len(visits))) for visits in seen.values())
+
+
 def test_epochs_and_seeds_differ_in_order() -> None:
     def first(seed: int, step: int) -> list[int]:
         tokens: list[int] = train_batches(1001, 10, 100, seed).batch(step).tokens[:, 0].tolist()

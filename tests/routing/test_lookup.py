@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from stickymoe.errors import ConfigError
@@ -204,12 +206,10 @@ def test_clipping_counts_sparse_gradients_as_dense_ones(limit):
     torch.testing.assert_close(found[1:], expected[1:], rtol=1e-5, atol=1e-6)
 
 
-def test_dropped_tokens_read_no_n_gram_rows_in_any_layer():
-    """Only in training: the draw of a token decides for all layers at once."""
-    part = lookup(drop=0.6)
+def test_a_token_that_drops_its_n_gram_rows_reads_the_row_of_the_token_alone():
+    part = lookup(drop=0.5)
     x = inputs([[1, 2, 3, 4, 5]])
-    draw = torch.tensor([[0.9, 0.9, 0.59, 0.6, 0.1]])
-    y = part(dataclasses.replace(x, draw=draw), None)[0]
+    y = part(dataclasses.replace(x, visit=torch.tensor([[1, 3, 0, 7, 8]])), None)[0]
     bare = lookup(ngrams=())
     bare.tokens, bare.gate = part.tokens, part.gate
     kept = torch.tensor([True, True, False, True, False])
@@ -217,21 +217,19 @@ def test_dropped_tokens_read_no_n_gram_rows_in_any_layer():
     torch.testing.assert_close(y[:, ~kept], bare(x, None)[0][:, ~kept])
 
 
-def test_a_model_drops_rows_in_training_only():
+@given(st.floats(0, 0.99), st.integers(0, 2**20))
+def test_n_gram_rows_are_read_in_passes_that_are_spread_evenly(drop, first):
+    part = Lookup(8, V, tokens=False, ngrams=(2,), rows=4, heads=1, width=0, gated=False, lr_scale=1.0, drop=drop)
+    reads = part._reads(torch.arange(first, first + 200)[None])[0].long().cumsum(0)
+    passes = torch.arange(1, 201)
+    assert ((reads - passes * (1 - drop)).abs() <= 1 + 1e-6).all()
+
+
+def test_a_model_drops_rows_where_it_gets_visits():
     model = build_model(config(table_drop=0.5), V)
+    tokens, visit = torch.randint(V, (2, 16)), torch.arange(32).view(2, 16)
+    model(tokens, tokens, visit=visit).loss.backward()
     for table in (m for m in model.modules() if isinstance(m, NgramTable)):
-        nn.init.constant_(table.table.weight[:-1], 1.0)
-    tokens = torch.randint(V, (2, 16))
-    draws = []
-    for block in model.blocks:
-        block.side.register_forward_pre_hook(lambda part, given: draws.append(given[0].draw))
-    model(tokens, tokens).loss.backward()
-    assert all(torch.equal(draw, draws[0]) for draw in draws)
-    read = int((draws[0][:, 1:] >= 0.5).sum())  # the first token of a sequence has no bigram
-    first = model.blocks[0].side.ngrams[0]
-    assert len(first.table.weight.grad._indices()[0].unique()) <= 2 * read + 1
-    assert 0 < read < 30
-    draws.clear()
-    model.eval()
-    model(tokens, tokens)
-    assert all(draw is None for draw in draws)
+        nothing = len(table.table.weight) - 1
+        read = table.table.weight.grad._indices()[0]
+        assert int((read != nothing).sum()) == len(table.salts) * int((visit % 2)[:, table.n - 1 :].sum())

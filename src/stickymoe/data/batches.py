@@ -6,7 +6,7 @@ B sequences per batch, T tokens per sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ NO_DOCUMENT = -1
 class Batch:
     """`targets` are -100 where nothing is predicted; `mask` marks real tokens, `doc` their documents.
 
-    `boundary` marks the first token of a sentence or paragraph, where the split knows it.
+    `boundary` marks the first token of a sentence or paragraph, where the split knows it. In training, `visit` counts
+    how often a token of the text has come, from a random number of its own.
     """
 
     tokens: Int64[Tensor, "B T"]
@@ -32,11 +33,11 @@ class Batch:
     mask: Bool[Tensor, "B T"]
     doc: Int64[Tensor, "B T"] | None
     boundary: Bool[Tensor, "B T"] | None = None
+    visit: Int64[Tensor, "B T"] | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same on another device."""
-        doc, boundary = (None if x is None else x.to(device) for x in (self.doc, self.boundary))
-        return Batch(self.tokens.to(device), self.targets.to(device), self.mask.to(device), doc, boundary)
+        return Batch(**{name: None if x is None else x.to(device) for name, x in vars(self).items()})
 
 
 class TrainBatches:
@@ -72,11 +73,16 @@ class TrainBatches:
         require(0 <= part < parts, "part", part, f"a whole number from 0 to {parts - 1}")
         share = self._batch_size // parts
         first = step * self._batch_size + part * share
-        chunks = np.array([self._chunk(position) for position in range(first, first + share)])
-        return _gather(self._split, chunks, self._seq_len, self._documents)
+        places = [divmod(position, self.n_chunks) for position in range(first, first + share)]
+        chunks = np.array([self._chunk(epoch, index) for epoch, index in places])
+        visit = np.stack([epoch + self._offsets(int(chunk)) for (epoch, _), chunk in zip(places, chunks, strict=True)])
+        return replace(_gather(self._split, chunks, self._seq_len, self._documents), visit=_int64(visit))
 
-    def _chunk(self, position: int) -> int:
-        epoch, index = divmod(position, self.n_chunks)
+    def _offsets(self, chunk: int) -> Int64[np.ndarray, " seq_len"]:
+        """The number from which the visits of each token of a chunk are counted."""
+        return np.random.Generator(np.random.PCG64([self._seed, 0, chunk])).integers(2**20, size=self._seq_len)
+
+    def _chunk(self, epoch: int, index: int) -> int:
         if self._order is None or self._order[0] != epoch:
             shuffle = np.random.Generator(np.random.PCG64([self._seed, epoch]))
             self._order = (epoch, shuffle.permutation(self.n_chunks))

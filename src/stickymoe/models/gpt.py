@@ -85,7 +85,7 @@ class Context:
     doc: Int[Tensor, "B T"] | None
     boundary: Bool[Tensor, "B T"] | None
     attention_mask: Tensor | None
-    draw: Float[Tensor, "B T"] | None
+    visit: Int[Tensor, "B T"] | None
 
 
 class Attention(nn.Module):
@@ -135,7 +135,7 @@ class Block(nn.Module):
         x = x + out
         h = self.ffn_norm(x)
         c = context
-        seen = RouterInput(h, attended, c.tokens, c.position, c.doc, c.boundary, draw=c.draw)
+        seen = RouterInput(h, attended, c.tokens, c.position, c.doc, c.boundary, visit=c.visit)
         y, routing = self._feed_forward(seen, cache, past)
         x = x + y
         if self.side is not None:
@@ -200,18 +200,18 @@ class GPT(nn.Module):
         doc: Int[Tensor, "B T"] | None = None,
         cache: DecodeCache | None = None,
         boundary: Bool[Tensor, "B T"] | None = None,
+        visit: Int[Tensor, "B T"] | None = None,
     ) -> Output:
         """One pass over `tokens`, which continue those in `cache`; the cache is updated in place.
 
         `mask` marks real tokens (bool, or 0 and 1), which come first in a row. `doc` keeps attention, positions and
-        routing inside documents. `boundary` marks the first tokens of sentences. Targets of −100 are ignored.
+        routing inside documents. `boundary` marks the first tokens of sentences. In training, `visit` counts how
+        often a token of the text has come. Targets of −100 are ignored.
         """
         mask = None if mask is None else mask.bool()
         _require_supported(tokens, mask, doc, cache)
         position = self._positions(tokens, doc, cache)
-        drops = self.training and any(side.drop for side in self._sides())
-        draw = torch.rand(tokens.shape, device=tokens.device) if drops else None
-        context = Context(tokens, position, doc, boundary, _attention_mask(tokens, doc, cache), draw)
+        context = Context(tokens, position, doc, boundary, _attention_mask(tokens, doc, cache), visit)
         x = self.token_embedding(tokens) + self.position_embedding(position)
         routed: list[Routing | None] = []
         for i, block in enumerate(self.blocks):

@@ -21,12 +21,10 @@ class SidePart(nn.Module, ABC):
     """A module beside the experts of a layer; its output is added to the residual stream.
 
     Like a router, it works on a whole sequence or on its continuation, with the same result. `lr_scale` is the
-    learning rate of its slow parameters, relative to that of the model. A part with `drop` leaves something out in
-    training, for the tokens whose `RouterInput.draw` is below it.
+    learning rate of its slow parameters, relative to that of the model.
     """
 
     lr_scale: float = 1.0
-    drop: float = 0.0
 
     @abstractmethod
     def forward(self, x: RouterInput, state: RouterState | None) -> tuple[Float[Tensor, "B T d"], RouterState]:

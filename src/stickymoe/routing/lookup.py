@@ -74,9 +74,11 @@ def _mix(x: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
 class Lookup(SidePart):
     """y = (1 + W·h) ⊙ r, where r is the sum of the token's row and the rows of its n-grams.
 
-    W starts at 0. N-grams do not cross document borders. Rows narrower than the model are projected up. In training,
-    a share `drop` of the tokens reads no n-gram rows, in any layer. So the rows learn from fewer passes over the text
-    than the rest of the model, which also learns to do without them.
+    W starts at 0. N-grams do not cross document borders. Rows narrower than the model are projected up.
+
+    In training, a token reads its n-gram rows only in a share 1 − `drop` of the passes over the text: spread evenly,
+    and the same passes in every layer. A row that a token has read before knows what came next there, and the model
+    would learn to trust it more than it may on new text.
     """
 
     def __init__(
@@ -109,10 +111,16 @@ class Lookup(SidePart):
         r: Tensor | float = 0.0 if self.tokens is None else self.tokens(x.tokens)
         for table in self._ngram_tables():
             known = x.position >= table.n - 1
-            r = r + table(history, known if x.draw is None else known & (x.draw >= self.drop))
+            r = r + table(history, known if x.visit is None else known & self._reads(x.visit))
         assert isinstance(r, Tensor)
         r = r if self.up is None else self.up(r)
         return (r if self.gate is None else (1 + self.gate(x.h)) * r), state
+
+    def _reads(self, visit: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+        """Whether a token reads its n-gram rows in this pass."""
+        share = 1 - self.drop
+        visit = visit.double()
+        return ((visit + 1) * share).floor() > (visit * share).floor()
 
     def _history(
         self, tokens: Int[Tensor, "B T"], position: Int[Tensor, "B T"], state: RouterState

@@ -44,7 +44,7 @@ class RouterInput:
     doc: document numbers; None for a flat stream
     boundary: the first tokens of sentences and paragraphs
     resident: the experts that the caller's cache holds
-    draw: random numbers in [0, 1), one per token, the same in every layer; only in training
+    visit: how often each token of the training text has come, from a random number of its own; only in training
     """
 
     h: Float[Tensor, "B T d"]
@@ -54,7 +54,7 @@ class RouterInput:
     doc: Int[Tensor, "B T"] | None = None
     boundary: Bool[Tensor, "B T"] | None = None
     resident: Bool[Tensor, "B N"] | None = None
-    draw: Float[Tensor, "B T"] | None = None
+    visit: Int[Tensor, "B T"] | None = None
 
     def required(self, name: str) -> Shaped[Tensor, "B T ..."]:
         """A field that a rule reads; refused if the caller did not pass it."""

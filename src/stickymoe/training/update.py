@@ -84,8 +84,6 @@ class Updates:
             self.batches.batch(step, part=micro * world + accelerator.process_index, parts=accumulate * world)
             for micro in range(accumulate)
         ]
-        # What a part drops at random depends on the step alone, so a resumed run drops the same.
-        torch.manual_seed(((self.config.seed << 24) + step) * world + accelerator.process_index)
         sums: dict[str, Tensor] = {}
         for micro, (batch, share) in enumerate(zip(batches, self._shares(batches), strict=True)):
             # FSDP would keep whole gradients between micro-batches.
@@ -115,7 +113,14 @@ class Updates:
         """The loss of a micro-batch, and its parts without their weights."""
         batch = batch.to(self.accelerator.device)
         with self.accelerator.autocast():
-            out = self.model(batch.tokens, batch.targets, mask=batch.mask, doc=batch.doc, boundary=batch.boundary)
+            out = self.model(
+                batch.tokens,
+                batch.targets,
+                mask=batch.mask,
+                doc=batch.doc,
+                boundary=batch.boundary,
+                visit=batch.visit,
+            )
         if out.trace is None:
             return {"loss": out.loss, "ce": out.loss}
         terms = objective(out.trace, self.span.phase.terms, self._context(out.trace), progress)

@@ -46,7 +46,11 @@ class LookupVariant(Balanced):
     ungated: bool = hyper(False, "ungated", "add rows as they are, without the factor 1 + W·h", SWITCH, always=False)
     table_lr: float = hyper(1.0, "row lr", "learning rate of the rows, relative to train.lr", WEIGHT, always=False)
     table_drop: float = hyper(
-        0.0, "drop", "share of tokens that read no n-gram rows in training", BELOW_ONE, always=False
+        0.0,
+        "drop",
+        "share of the passes over the training text in which a token reads no n-gram rows",
+        BELOW_ONE,
+        always=False,
     )
 
     def __post_init__(self) -> None:
