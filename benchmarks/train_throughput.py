@@ -118,7 +118,7 @@ def floor(a: argparse.Namespace) -> Work:
     """Every matrix product of one step: forward, gradient of the input, gradient of the weight."""
     import torch
 
-    from stickymoe.models.head import CHUNK_ELEMENTS
+    from stickymoe.models.head import ROWS
     from stickymoe.training.memory import keep_freed_memory
 
     keep_freed_memory()
@@ -137,7 +137,7 @@ def floor(a: argparse.Namespace) -> Work:
     linear(n, D, D, L)
     linear(n * K // a.experts, D, F, L * a.experts)
     linear(n * K // a.experts, F, D, L * a.experts)
-    rows = min(max(CHUNK_ELEMENTS // a.vocab, 1), n)
+    rows = min(ROWS, n)
     linear(rows, D, a.vocab, n // rows)
     if n % rows:
         linear(n % rows, D, a.vocab, 1)

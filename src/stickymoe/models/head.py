@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from stickymoe.models.products import add_product_of_columns, product
 
 IGNORED = -100  # a target with this value is ignored
-CHUNK_ELEMENTS = 8 << 20  # logits per chunk: with fewer, products are too small; with more, they leave the cache
+ROWS = 512  # per chunk: with fewer, products are too small; with more, logits take memory and leave the cache
 
 
 def plain_cross_entropy(
@@ -75,7 +75,7 @@ def _loss_and_gradients(
         raise IndexError(f"targets must be in 0 … {V - 1}, or {IGNORED} to be ignored")
     scale = (counts.to(wide) / counts.sum())[:, None]  # 1 / number of targets, 0 for ignored rows
     safe = targets.clamp(min=0)[:, None]
-    rows = min(max(CHUNK_ELEMENTS // V, 1), n)
+    rows = min(ROWS, n)
     nats = torch.empty(n, 1, dtype=wide, device=h.device)
     dh = torch.empty_like(h) if by_h else None
     dweight = torch.zeros(d, V, dtype=wide, device=h.device) if by_weight else None  # transposed
