@@ -148,7 +148,8 @@ def _equal_memory(collection: Collection, folder: Path) -> str:
 A device has fast memory for {SLOTS} experts per layer and everything outside the experts: {bytes_text(memory)} in fp32.
 Which model is best, and what does a token load from slow memory?
 
-- **fast memory**: everything resident, in fp32; a row may exceed the budget by 3 % (gates).
+- **fast memory**: everything resident, in fp32 unless the row says int8; a row may exceed the budget by 3 % (gates).
+  An int8 row is a trained model whose experts were rounded afterwards.
 - **loaded**: bytes per token from slow memory, on a warm stream; ≤: an upper bound, from sequences that start with
   empty slots.
 - **gap closed**: (floor − bits) / (floor − ceiling). The floor is the best model that fits and loads nothing, the
@@ -157,8 +158,8 @@ Which model is best, and what does a token load from slow memory?
   token in every layer, and with n=2,3 rows keyed by the last two and three tokens in the first two layers. A disk reads
   whole blocks, so it reads more than the rows ([runtime](runtime.md#3-rows-on-disk)).
 
-Bits and perplexity are those of the validation split; no row was evaluated on the test split. ± is half of the 95 %
-interval over seeds.
+Bits and perplexity are those of the validation split, on which settings were chosen. Where a table has a column for the
+test split, its rows were evaluated there once. ± is half of the 95 % interval over seeds.
 """
     parts = [text, *(_at_equal_memory(y, memory, counted, folder) for y in found), _lengths(collection, folder)]
     return "\n".join(filter(None, parts))
@@ -198,6 +199,9 @@ def _verdict(found: Yardstick, memory: float, models: list[dict[str, Any]]) -> s
         text += f"; the best that loads nothing, {floor.label}, has {floor.ppl.mean:.2f}"
     if ceiling is not None:
         text += f"; {ceiling.label} ({bytes_text(ceiling.fast_bytes)}) has {ceiling.ppl.mean:.2f}"
+    rounded = found.rounded(memory)
+    if rounded is not None and rounded is not best:
+        text += f"; {rounded.label} ({bytes_text(rounded.fast_bytes)}), has {rounded.ppl.mean:.2f}"
     counts = ", ".join(f"{m['ppl']:.2f} ({m['order']}-gram)" for m in models)
     return (
         f"{text}. Kneser-Ney n-gram models of the same text, which only count: {counts}.\n" if counts else f"{text}.\n"

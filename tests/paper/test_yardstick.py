@@ -122,6 +122,38 @@ def test_the_table_shows_bounds_controls_and_the_ceiling():
     assert shown["vanilla, N=16, all in memory (ceiling)"] == ["1", "74 kB", "0", "1.500", "150.00", "100"]
 
 
+def test_rounded_experts_are_a_control_and_no_floor():
+    """Sixteen experts in int8 take the bytes of four."""
+    rounded = {"ppl": 155.0, "bits_per_byte": 1.55, "targets": 9, "expert_bytes": [EXPERT // 4] * 4}
+    evaluations = {"valid int8": rounded, "test int8": {**rounded, "bits_per_byte": 1.7}}
+    ceiling = replace(CEILING, record=replace(CEILING.record, evaluations=evaluations))
+    found = the_yardstick(FLOOR, ceiling, ROWS)
+    control = found.rounded(MEMORY)
+    assert (control.label, control.fast_bytes) == ("vanilla, N=16 in int8, all in memory", MEMORY)
+    assert (control.bits.mean, control.test.mean, control.loads_nothing) == (1.55, 1.7, True)
+    assert found.floor(MEMORY).label == "vanilla, N=4, all in memory"
+    assert found.ceiling.label == "vanilla, N=16, all in memory"
+    assert control.label in [row[0] for row in yardstick.table(found, MEMORY, most=1).rows]
+    assert found.rounded(MEMORY - 1000) is None
+
+
+def test_a_model_that_fits_as_it_is_needs_no_rounding():
+    evaluations = {"valid int8": {"ppl": 1.0, "bits_per_byte": 2.0, "targets": 9, "expert_bytes": [250] * 4}}
+    floor = replace(FLOOR, record=replace(FLOOR.record, evaluations=evaluations))
+    assert the_yardstick(floor, CEILING).rounded(MEMORY) is None
+
+
+def test_bits_on_the_test_split_have_a_column_if_a_row_has_them():
+    evaluations = {"test": {"ppl": 1.0, "bits_per_byte": 1.45, "targets": 9, "expert_bytes": []}}
+    tested = replace(ROWS, record=replace(ROWS.record, evaluations=evaluations))
+    table = yardstick.table(the_yardstick(FLOOR, CEILING, tested), MEMORY)
+    column = table.headings.index("test bits ↓")
+    shown = {row[0].split(",")[0]: str(row[column]) for row in table.rows}
+    assert shown["hash+lookup n=2"] == "1.450"
+    assert shown["vanilla"] == tables.MISSING
+    assert "test bits ↓" not in yardstick.table(the_yardstick(FLOOR, CEILING, ROWS), MEMORY).headings
+
+
 def test_the_figure_draws_what_fits_and_the_lines():
     found = the_yardstick(FLOOR, CEILING, ROWS, DENSE)
     drawn = repr(yardstick.figure(found, MEMORY, [("3-gram", 1.6)]).to_dict())

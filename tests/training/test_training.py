@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import traceback
@@ -112,6 +113,32 @@ class TestAFinishedRun:
         assert again.per_layer == record.per_layer
         test = evaluate_run(run, split="test")
         assert test.metrics["targets"] == record.data["tokens"]["test"] - 1
+
+    def test_is_measured_once_on_the_test_split_for_its_record(
+        self, small: Small, finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run = tmp_path / "run"
+        shutil.copytree(finished(small(variant="soft")), run)
+        measured = {name: evaluate_run(run, split=name).metrics for name in ("valid", "test")}
+        for options in (["--split", "test"], ["--experts", "int8"], ["--split", "test", "--experts", "int4"]):
+            assert main(["eval", str(run), *options, "--save"]) == 0
+        record = RunRecord.read(run / "record.json")
+        assert set(record.evaluations) == {"test", "valid int8", "test int4"}
+        assert record.metrics == RunRecord.read(finished(small(variant="soft")) / "record.json").metrics
+        test, rounded = record.evaluations["test"], record.evaluations["valid int8"]
+        assert test["ppl"] == measured["test"]["ppl"]
+        assert test["expert_bytes"] == record.sizes["expert_bytes"]
+        assert rounded["ppl"] == pytest.approx(measured["valid"]["ppl"], rel=1e-2)
+        assert rounded["ppl"] != measured["valid"]["ppl"]
+        capsys.readouterr()
+        refused = {
+            ("--split", "test", "--save"): "already has 'test' in its record",
+            ("--save",): "add --split test or --experts",
+            ("--split", "test", "--save", "--checkpoint", "step-000001"): "omit --checkpoint",
+        }
+        for arguments, says in refused.items():
+            assert main(["eval", str(run), *arguments]) == 2
+            assert says in capsys.readouterr().err
 
     def test_is_the_same_again_and_another_with_another_seed(
         self, small: Small, finished: Finished, tmp_path: Path

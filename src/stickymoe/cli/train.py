@@ -13,6 +13,7 @@ from stickymoe.cli.printing import print_results
 from stickymoe.errors import StickyError
 
 if TYPE_CHECKING:
+    from stickymoe.models.gpt import GPT
     from stickymoe.runs.config import RunConfig
 
 
@@ -122,15 +123,35 @@ def eval_command(argv: list[str]) -> None:
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("run", type=Path, metavar="DIR", help="run folder")
     parser.add_argument("--split", choices=("valid", "test"), default="valid", help="default valid")
+    parser.add_argument(
+        "--experts", choices=("bf16", "int8", "int4"), help="round the experts to what a store of this precision holds"
+    )
+    parser.add_argument("--save", action="store_true", help="add the result to record.json, once for each measurement")
     parser.add_argument("--checkpoint", metavar="NAME", help="evaluate this checkpoint, not the newest")
     parser.add_argument("--data.path", dest="path", metavar="DIR", help="folder of the corpus, if it was moved")
     args = parser.parse_args(argv)
+    if args.save and args.checkpoint:
+        raise StickyError("--save is for the final model: omit --checkpoint.")
+    name = args.split if args.experts is None else f"{args.split} {args.experts}"
+    if args.save and name == "valid":
+        raise StickyError("--save: the record of a run has its validation split: add --split test or --experts.")
 
-    from stickymoe.training.restore import evaluate_run
+    from stickymoe.training.restore import evaluate_run, require_new_evaluation, save_evaluation
 
-    record = evaluate_run(args.run, split=args.split, checkpoint=args.checkpoint, data_path=args.path)
+    if args.save:
+        require_new_evaluation(args.run, name)
+    expert_bytes: list[int] = []
+
+    def prepare(model: GPT) -> None:
+        from stickymoe.runtime.rounding import round_experts
+
+        expert_bytes.extend(model.expert_bytes() if args.experts is None else round_experts(model, args.experts))
+
+    record = evaluate_run(args.run, split=args.split, checkpoint=args.checkpoint, data_path=args.path, prepare=prepare)
     if _is_main():
         print_results([record])
+        if args.save:
+            save_evaluation(args.run, name, record, expert_bytes)
 
 
 def variants_command(argv: list[str]) -> None:

@@ -37,7 +37,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same on another device."""
-        return Batch(**{name: None if x is None else x.to(device) for name, x in vars(self).items()})
+        doc, boundary, visit = (None if x is None else x.to(device) for x in (self.doc, self.boundary, self.visit))
+        tokens, targets, mask = (x.to(device) for x in (self.tokens, self.targets, self.mask))
+        return Batch(tokens, targets, mask, doc, boundary, visit)
 
 
 class TrainBatches:

@@ -21,14 +21,15 @@ from stickymoe.reports.tables import ALL_SLOTS, MISSING, Cell, Table, number
 from stickymoe.runs.config import RunConfig
 
 WARM = "warm_loads_c"
+_VALID = "valid "  # begins the name of a measurement on the validation split in another precision
 _ALL = "all in memory"
 TOLERANCE = 0.03  # of the fast memory: small parts such as gates may exceed it
 SMALLEST_GAP = 0.01  # bits per byte between floor and ceiling, for a share of it to mean something
 EXPLAINED = (
-    "Fast memory: everything resident, in fp32; a row may exceed the budget by 3 % (gates) · loaded: bytes per token "
-    "from slow memory, on a warm stream; ≤: an upper bound, from sequences that start with empty slots · gap closed: "
-    "(floor − bits) / (floor − ceiling); floor: the best model that fits and loads nothing; ceiling: the best with all "
-    "experts in memory · ± half of the 95 % interval over seeds."
+    "Fast memory: everything resident, in fp32 unless stated; a row may exceed the budget by 3 % · loaded: bytes per "
+    "token from slow memory, on a warm stream; ≤: an upper bound, from sequences that start with empty slots · gap "
+    "closed: (floor − bits) / (floor − ceiling); floor: the best model that fits and loads nothing; ceiling: the best "
+    "with all experts in memory · ± half of the 95 % interval over seeds."
 )
 
 
@@ -38,6 +39,8 @@ class Choice:
 
     fast_bytes: resident in fast memory
     loaded: bytes per token from slow memory, `row_bytes` among them; `bound` if it is an upper bound
+    test: bits per byte on the test split, if every seed was evaluated on it
+    precision: of the experts; other than fp32, the trained experts were rounded to it
     """
 
     row: Row
@@ -48,6 +51,8 @@ class Choice:
     row_bytes: int
     bits: Value
     ppl: Value
+    test: Value | None = None
+    precision: str = "fp32"
 
     @property
     def experts(self) -> int:
@@ -71,7 +76,8 @@ class Choice:
         if self.row.variant.name == "dense":
             return "dense"
         slots = _ALL if self.resident else f"{self.slots} slots"
-        return f"{self.row.label}, N={self.experts}, {slots}"
+        rounded = "" if self.precision == "fp32" else f" in {self.precision}"
+        return f"{self.row.label}, N={self.experts}{rounded}, {slots}"
 
 
 @dataclass(frozen=True)
@@ -107,21 +113,28 @@ class Yardstick:
 
     def fitting(self, memory: float) -> tuple[Choice, ...]:
         """The models that fit into fast memory, each with as many slots as fit, best first."""
-        most: dict[int, Choice] = {}
+        most: dict[tuple[int, str], Choice] = {}
         for c in self.choices:
-            known = most.get(id(c.row))
+            known = most.get((id(c.row), c.precision))
             if c.fast_bytes <= memory * (1 + TOLERANCE) and (known is None or c.slots > known.slots):
-                most[id(c.row)] = c
+                most[id(c.row), c.precision] = c
         return tuple(sorted(most.values(), key=lambda c: c.bits.mean))
 
     def floor(self, memory: float) -> Choice | None:
-        """The best model that fits and loads nothing."""
-        return _best(c for c in self.fitting(memory) if c.loads_nothing)
+        """The best model that fits as it was trained and loads nothing."""
+        return _best(c for c in self.fitting(memory) if c.loads_nothing and c.precision == "fp32")
+
+    def rounded(self, memory: float) -> Choice | None:
+        """The best model that fits with rounded experts, and would not fit without."""
+        fits = self.fitting(memory)
+        whole = {id(c.row) for c in fits if c.precision == "fp32" and c.resident}
+        return _best(c for c in fits if c.precision != "fp32" and id(c.row) not in whole)
 
     @property
     def ceiling(self) -> Choice | None:
         """The best model without rows that has the most experts, all in memory."""
-        return _best(c for c in self.choices if c.experts == self.experts and c.resident and c.loads_nothing)
+        resident = (c for c in self.choices if c.experts == self.experts and c.resident and c.loads_nothing)
+        return _best(c for c in resident if c.precision == "fp32")
 
     def closed(self, choice: Choice, memory: float) -> float | None:
         """The share of the gap between floor and ceiling that a model closes; None if there is no gap."""
@@ -194,13 +207,38 @@ def _choices(row: Row) -> list[Choice]:
     # Layers that share their experts have one cache for all of them.
     expert_bytes: Sequence[int] = size["expert_bytes"][:: model.layers_per_pool]
     rows, other, n = size.get("row_bytes", 0), size["other_bytes"], model.pool_size
-    found = [Choice(row, n, other + n * sum(expert_bytes), float(rows), False, rows, bits, ppl)]
+    test = _evaluated(row, "test", "bits_per_byte")
+    found = [Choice(row, n, other + n * sum(expert_bytes), float(rows), False, rows, bits, ppl, test)]
     for C in range(model.top_k, n):
         loads, bound = _loads(row, C)
         if loads is not None and expert_bytes:
             loaded = loads * sum(expert_bytes) / len(expert_bytes) + rows
-            found.append(Choice(row, C, other + C * sum(expert_bytes), loaded, bound, rows, bits, ppl))
+            found.append(Choice(row, C, other + C * sum(expert_bytes), loaded, bound, rows, bits, ppl, test))
+    for precision in sorted({name.removeprefix(_VALID) for name in _evaluations(row) if name.startswith(_VALID)}):
+        found += _rounded(row, precision, other, rows)
     return found
+
+
+def _rounded(row: Row, precision: str, other: int, rows: int) -> list[Choice]:
+    """A row with all its experts in memory, rounded to a precision after training."""
+    name, model = f"{_VALID}{precision}", row.runs[0].config.model
+    bits, ppl = (_evaluated(row, name, key) for key in ("bits_per_byte", "ppl"))
+    if bits is None or ppl is None:
+        return []
+    expert_bytes = row.complete[0].record.evaluations[name]["expert_bytes"][:: model.layers_per_pool]
+    fast, test = other + model.pool_size * sum(expert_bytes), _evaluated(row, f"test {precision}", "bits_per_byte")
+    return [Choice(row, model.pool_size, fast, float(rows), False, rows, bits, ppl, test, precision)]
+
+
+def _evaluations(row: Row) -> set[str]:
+    """The measurements that every seed of a row has in addition to its validation metrics."""
+    return set.intersection(*(set(run.record.evaluations) for run in row.complete))
+
+
+def _evaluated(row: Row, name: str, key: str) -> Value | None:
+    if name not in _evaluations(row):
+        return None
+    return Value.of([run.record.evaluations[name][key] for run in row.complete])
 
 
 def _loads(row: Row, slots: int) -> tuple[float | None, bool]:
@@ -218,10 +256,11 @@ def _loads(row: Row, slots: int) -> tuple[float | None, bool]:
 def table(yardstick: Yardstick, memory: float, *, most: int | None = None, name: str = "yardstick") -> Table:
     """The models that fit, best first, then the ceiling; of many, the best `most` and the controls."""
     fits = yardstick.fitting(memory)
-    floor, ceiling = yardstick.floor(memory), yardstick.ceiling
-    chosen = [c for i, c in enumerate(fits) if most is None or i < most or c is floor or c.control]
+    floor, ceiling, rounded = yardstick.floor(memory), yardstick.ceiling, yardstick.rounded(memory)
+    chosen = [c for i, c in enumerate(fits) if most is None or i < most or c in (floor, rounded) or c.control]
     if ceiling is not None and ceiling not in chosen:
         chosen.append(ceiling)
+    tested = any(c.test is not None for c in chosen)
     lines = []
     for c in chosen:
         closed = yardstick.closed(c, memory)
@@ -233,11 +272,13 @@ def table(yardstick: Yardstick, memory: float, *, most: int | None = None, name:
             loaded,
             number(_with_interval(c.bits), ".3f"),
             number(_with_interval(c.ppl), ".2f"),
+            *([MISSING if c.test is None else number(_with_interval(c.test), ".3f")] if tested else []),
             MISSING if closed is None else f"{100 * closed:.0f}",
         )
         lines.append((c.label + what, *cells))
-    headings = ("model", "seeds", "fast memory", "loaded per token ↓", "bits per byte ↓", "PPL ↓", "gap closed % ↑")
-    return Table(name, yardstick.title, headings, tuple(lines))
+    headings = ("model", "seeds", "fast memory", "loaded per token ↓", "bits per byte ↓", "PPL ↓")
+    last = ("test bits ↓", "gap closed % ↑") if tested else ("gap closed % ↑",)
+    return Table(name, yardstick.title, (*headings, *last), tuple(lines))
 
 
 def _with_interval(value: Value) -> Value:

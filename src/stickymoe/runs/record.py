@@ -26,6 +26,10 @@ class RunRecord:
     `sizes` are bytes of the parameters, measured: `expert_bytes` of one expert for each layer, `other_bytes` of
     everything else that is resident, `table_bytes` of rows in slow memory and `row_bytes` that a token reads of them.
     Records of version 0.1 have none.
+
+    `evaluations` are later measurements of the final model, by name: "test" for the test split, "valid int8" for the
+    validation split with experts rounded to int8. Each has ppl, bits_per_byte, targets and expert_bytes, the bytes of
+    one expert for each layer in that precision.
     """
 
     run_id: str
@@ -36,6 +40,7 @@ class RunRecord:
     metrics: dict[str, Any] = field(default_factory=dict)
     per_layer: dict[str, list[float | None]] = field(default_factory=dict)
     sizes: dict[str, Any] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     failure: str | None = None
     schema: int = SCHEMA
 
@@ -64,7 +69,7 @@ class RunRecord:
         require(type(self.run_id) is str, "run_id", self.run_id, "text")
         require(self.status in get_args(Status), "status", self.status, f"one of {', '.join(get_args(Status))}")
         require(isinstance(self.failure, str | None), "failure", self.failure, "text or null")
-        for name in ("config", "data", "environment", "metrics", "per_layer", "sizes"):
+        for name in ("config", "data", "environment", "metrics", "per_layer", "sizes", "evaluations"):
             require(isinstance(getattr(self, name), dict), name, getattr(self, name), "a mapping")
         config = RunConfig.from_dict(self.config)
         self._require_data()
@@ -77,6 +82,11 @@ class RunRecord:
         for name, size in self.sizes.items():
             sizes = size if isinstance(size, list) else [size]
             require(all(type(n) is int and n >= 0 for n in sizes), f"sizes.{name}", size, "bytes")
+        for name, found in self.evaluations.items():
+            ok = isinstance(found, dict) and all(
+                _is_number_or_none(found.get(key)) for key in ("ppl", "bits_per_byte", "targets")
+            )
+            require(ok, f"evaluations.{name}", found, "a mapping with numbers")
         ppl = self.metrics.get("ppl")
         ok = self.status != "complete" or (ppl is not None and ppl > 0)
         require(ok, "metrics.ppl", ppl, "a number > 0 in a complete run")

@@ -90,6 +90,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
+def gpt_expert(d: int, f: int) -> ExpertSpec:
+    """An expert of our GPT: d wide, with f hidden units."""
+    shapes = {"up": (f, d), "down": (d, f), "up_bias": (f,), "down_bias": (d,)}
+    return ExpertSpec(tuple(TensorSpec(*item) for item in shapes.items()), "gelu", gated=False)
+
+
 class RunCheckpoint(Checkpoint):
     """The newest complete checkpoint of a run."""
 
@@ -107,8 +113,7 @@ class RunCheckpoint(Checkpoint):
         self.name = folder.resolve().name
         self.layers_per_pool = c.layers_per_pool
         self.n_layers, self.n_experts, self.top_k = c.n_layers // c.layers_per_pool, c.pool_size, c.top_k
-        shapes = {"up": (f, d), "down": (d, f), "up_bias": (f,), "down_bias": (d,)}
-        self.spec = ExpertSpec(tuple(TensorSpec(*item) for item in shapes.items()), "gelu", gated=False)
+        self.spec = gpt_expert(d, f)
         if not any(".ffn.experts." in name for name in self._entries):
             raise RunError(f"{folder} has no experts: its variant is {config.variant.name}, a dense model.")
         # The first layer of a pool owns its experts.

@@ -144,6 +144,11 @@ class ExpertLayout:
         pieces = [piece for pair in self.pieces.values() for piece in pair if piece is not None]
         return _round_up(max(piece.offset + piece.nbytes for piece in pieces), PAGE)
 
+    @cached_property
+    def content_bytes(self) -> int:
+        """Bytes of the expert's values and scales, without what aligns them."""
+        return sum(piece.nbytes for pair in self.pieces.values() for piece in pair if piece is not None)
+
     def encode(self, tensors: Sequence[Any]) -> UInt8[np.ndarray, " nbytes"]:
         """The expert's bytes; the same tensors always give the same bytes.
 

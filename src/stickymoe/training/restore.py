@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from stickymoe.data.tokens import load_tokens
 from stickymoe.errors import RunError
+from stickymoe.models.gpt import GPT
 from stickymoe.runs.folder import RunFolder, run_id
 from stickymoe.runs.record import RunRecord
 from stickymoe.runs.settings import read_config
@@ -24,8 +26,12 @@ def evaluate_run(
     split: Literal["valid", "test"] = "valid",
     checkpoint: str | None = None,
     data_path: str | None = None,
+    prepare: Callable[[GPT], None] | None = None,
 ) -> RunRecord:
-    """The record of a run with new metrics: those of its newest or named checkpoint on `split`."""
+    """The record of a run with new metrics: those of its newest or named checkpoint on `split`.
+
+    `prepare` changes the model before it is measured.
+    """
     folder = RunFolder(run)
     record = RunRecord.read(folder.record)
     config = read_config(file=folder.config)
@@ -51,7 +57,32 @@ def evaluate_run(
         logging.getLogger(__name__).warning("%s is %s, evaluated at %s", run, record.status, chosen.name)
     model = build_model(config, data.vocab_size)
     load_model(chosen, model)
+    if prepare is not None:
+        prepare(model)
     model.to(accelerator.device)
     with accelerator.autocast():
         evaluation = evaluate(model, getattr(data, split), config, data.token_bytes, processes=processes)
     return replace(record, status="complete", metrics=evaluation.metrics, per_layer=evaluation.per_layer)
+
+
+def require_new_evaluation(run: Path, name: str) -> None:
+    """Refuse to measure what the record of a run has already: a test split is looked at once."""
+    record = RunRecord.read(RunFolder(run).record)
+    if record.status != "complete":
+        raise RunError(f"{run} is {record.status}: --save needs a complete run. Resume it first.")
+    if name in record.evaluations:
+        ppl = record.evaluations[name]["ppl"]
+        raise RunError(
+            f"{run} already has '{name}' in its record (perplexity {ppl:.2f}). To measure again, omit --save."
+        )
+
+
+def save_evaluation(run: Path, name: str, measured: RunRecord, expert_bytes: list[int]) -> None:
+    """Add a measurement of the final model to the record of its run."""
+    folder = RunFolder(run)
+    with folder.lock():
+        require_new_evaluation(run, name)
+        record = RunRecord.read(folder.record)
+        found = {key: measured.metrics[key] for key in ("ppl", "bits_per_byte", "targets")}
+        found["expert_bytes"] = expert_bytes
+        replace(record, evaluations=record.evaluations | {name: found}).write(folder.record)
