@@ -90,6 +90,8 @@ fused head nor sorted experts.
 - **torch.compile** is not used: it takes {compiled["warm_up_s"]:.0f} s to warm up and needs a C++ compiler on the
   user's machine.
 - **Passive threads** (`OMP_WAIT_POLICY=passive`) are not used.
+- **A compiled softmax** (`benchmarks/compiled_softmax.py`) is not used: numba's loops over a row are no faster than
+  torch's.
 
 ## The expert layer
 
@@ -351,9 +353,9 @@ def targets(record: dict[str, Any]) -> str:
             goal = 2.5 if race is big else 1.5
             what = f"ours : Mixtral {name.removeprefix('hf-')}, vocabulary {race['vocab']:,}"
             rows.append((what, seconds(race, name) / seconds(race, "ours"), "≥", goal, ".2f"))
-    for race in (big, small):
+    for race, goal in ((big, 1.2), (small, 1.35)):
         what = f"step : matrix-product floor, vocabulary {race['vocab']:,}"
-        rows.append((what, seconds(race, "ours") / seconds(race, "floor"), "≤", 1.6, ".2f"))
+        rows.append((what, seconds(race, "ours") / seconds(race, "floor"), "≤", goal, ".2f"))
     rows += [
         ("consistency + anchor terms : step, vocabulary 50,257", terms, "≤", 0.01, ".2%"),
         (

@@ -11,6 +11,7 @@ Candidates (each in its own process, taking turns)
     floor           the matrix products of our step alone, with the same shapes, into preallocated memory
     without …       ours without one optimisation
     with compile    ours through torch.compile
+    with compiled softmax       ours with the softmax of the head in numba loops
     with passive    ours with OMP_WAIT_POLICY=passive, threads that sleep instead of spinning
     experts …       the expert layer alone, forward + backward: rows sorted by expert, the plain loop, a padded batched
                     product, torch's grouped product
@@ -74,6 +75,15 @@ def ours(
         return out.loss + 0.01 * balance_loss(out.trace)
 
     return step(model, a, loss, fused=fused)
+
+
+def compiled_softmax(a: argparse.Namespace) -> Work:
+    from compiled_softmax import losses_and_errors
+
+    from stickymoe.models import head
+
+    head._losses_and_errors = losses_and_errors
+    return ours(a)
 
 
 def step(model: Any, a: argparse.Namespace, loss: Callable[[Any, Any], Any], *, fused: bool = True) -> Work:
@@ -264,6 +274,7 @@ CANDIDATES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "without sorted experts": lambda a: ours(a, experts=False),
     "without fused AdamW": lambda a: ours(a, fused=False),
     "with passive": ours,
+    "with compiled softmax": compiled_softmax,
     "with compile": lambda a: ours(a, compiled=True),
     "experts sorted": lambda a: expert_layer(a, "sorted"),
     "experts plain": lambda a: expert_layer(a, "plain"),
@@ -281,6 +292,7 @@ OPTIMISATIONS = [
     "without sorted experts",
     "without fused AdamW",
     "with passive",
+    "with compiled softmax",
 ]
 EXPERT_METHODS = ["experts sorted", "experts plain", "experts batched", "experts grouped"]
 

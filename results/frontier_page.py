@@ -212,24 +212,44 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
+LONG = 4000  # steps from which on the course of a training is shown
+
+
 def _lengths(collection: Collection, folder: Path) -> str:
-    """Rows in slow memory over the longest training, beside vanilla: does the gain last?"""
-    longest = max((g.config.train.steps for g in collection.groups if _is(g)), default=0)
-    group = next((g for g in collection.groups if _is(g, steps=longest) and g.baseline is not None), None)
-    runs = (
-        [] if group is None else [row.runs[0] for row in group.rows if row.variant.name in ("vanilla", "hash+lookup")]
-    )
-    lines = {run.config.variant.label: _validation(run) for run in runs}
-    if group is None or len(lines) < 2:
+    """Rows in slow memory over long trainings, beside experts alone: does the gain last?"""
+    kinds: dict[tuple[str, int], list[Run]] = {}
+    for group in collection.groups:
+        if _is(group) and group.config.train.steps >= LONG:
+            runs = (
+                run for row in group.rows if row.variant.name in ("vanilla", "hash", "hash+lookup") for run in row.runs
+            )
+            kinds.setdefault((group.config.data.corpus, group.config.train.steps), []).extend(runs)
+    parts = [_length(runs, folder) for _, runs in sorted(kinds.items(), key=lambda kind: -kind[0][1])]
+    if not any(parts):
         return ""
-    text = "".join(f"- `{run.config.variant.label}`: {_course(run, lines[run.config.variant.label])}\n" for run in runs)
-    return (
-        f"### Does the gain last?\n\n{group.title}: {runs[0].epochs:.1f} passes over the text, one seed, four experts "
-        f"per layer, all in memory. Validation perplexity:\n\n{text}\nThe rows learn the training text by heart: the "
-        "gain of the tables above does not last where the text is read many times. Fewer passes, fewer rows or "
-        "dropout of rows may help; none was tried.\n\n"
-        + _drawn(_over_steps(lines), folder / "length.svg", "Validation perplexity over the steps")
-    )
+    return "### Does the gain last?\n\n" + "\n".join(filter(None, (*parts, LASTS)))
+
+
+LASTS = """\
+A token that reads an n-gram row for the second time reads what came next at its own place: the model learns to trust
+the rows more than it may on new text. With `table_drop` a token reads its n-gram rows only in a share of the passes,
+spread evenly; with 1 − 1 / passes, once. Each reading then counts, so the rows need a higher learning rate
+(`table_lr`).
+"""
+
+
+def _length(runs: list[Run], folder: Path) -> str:
+    """The perplexity of some runs of the same length over their steps."""
+    lines = {f"{run.config.variant.label}, N={run.config.model.n_experts}": (run, _validation(run)) for run in runs}
+    if not any("lookup" in name for name in lines) or len(lines) < 2:
+        return ""
+    config = runs[0].config
+    text = "".join(f"- `{name}`: {_course(*found)}\n" for name, found in lines.items())
+    title = f"{config.data.corpus}, {config.train.steps:,} steps, {runs[0].epochs:.1f} passes over the text"
+    file = folder / f"length-{config.data.corpus}-{config.train.steps}.svg"
+    chart = _over_steps({name: line for name, (_, line) in lines.items()})
+    drawn = _drawn(chart, file, f"Validation perplexity over the steps, {config.data.corpus}")
+    return f"{title}, one seed, all experts in memory. Validation perplexity:\n\n{text}\n{drawn}"
 
 
 def _course(run: Run, line: list[tuple[int, float]]) -> str:

@@ -82,12 +82,8 @@ def _loss_and_gradients(
     for first in range(0, n, rows):
         part = slice(first, min(first + rows, n))
         hc, target, share = h[part], safe[part], scale[part]
-        logits = product(hc, weight).to(wide)
-        p = torch.softmax(logits, dim=1, out=logits)
-        nats[part] = -p.gather(1, target).log()
-        if not (by_h or by_weight):
-            continue
-        error = p.scatter_add_(1, target, torch.full_like(share, -1)).to(h.dtype)  # before any rounding to bf16
+        nats[part], error = _losses_and_errors(product(hc, weight).to(wide), target)
+        error = error.to(h.dtype)
         if dh is not None:
             dh[part] = product(error, weight.t()) * share
         if dweight is not None:
@@ -102,3 +98,12 @@ def _loss_and_gradients(
         dh,
         None if dweight is None else dweight.t().to(weight.dtype).contiguous(),
     )
+
+
+def _losses_and_errors(
+    logits: Float[Tensor, "m V"], targets: Int[Tensor, "m 1"]
+) -> tuple[Float[Tensor, "m 1"], Float[Tensor, "m V"]]:
+    """−log p of the targets, and p − 1[target], which overwrites the logits."""
+    p = torch.softmax(logits, dim=1, out=logits)
+    nats = -p.gather(1, targets).log()
+    return nats, p.scatter_add_(1, targets, torch.full_like(nats, -1))
