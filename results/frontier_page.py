@@ -102,10 +102,10 @@ INTRODUCTION = f"""\
 # Beyond the paper: what sticky routing costs
 
 `python results/frontier_page.py` writes this page from [the records](../results). `stickymoe frontier results` prints
-its tables.
+the tables of routers.
 
-The first section asks which model is best for a device: at equal fast memory, what does a token load, and how many bits
-does a byte of text take? The sections after it judge routers alone.
+The first section asks which model is best for a device: with the same fast memory, how many bytes does each model load
+per token, and what is its bits per byte? The sections after it judge routers alone.
 
 A loss that makes routing sticky raises perplexity. If perplexity is 3 % above vanilla, that can cost half of what the
 mixture gains over a dense model with the same active width. So each router is judged by two numbers:
@@ -150,10 +150,10 @@ Which model is best, and what does a token load from slow memory?
 
 - **fast memory**: everything resident, in fp32 unless the row says int8; a row may exceed the budget by 3 % (gates).
   An int8 row is a trained model whose experts were rounded afterwards.
-- **loaded**: bytes per token from slow memory, on a warm stream; ≤: an upper bound, from sequences that start with
-  empty slots.
+- **loaded**: bytes per token from slow memory, on a warm stream; ≤: an upper bound from an older record, of sequences
+  that start with empty slots.
 - **gap closed**: (floor − bits) / (floor − ceiling). The floor is the best model that fits and loads nothing, the
-  ceiling the best one with all experts in memory.
+  ceiling the best one with all experts in memory. More than 100 %: better than the ceiling.
 - **hash+lookup** keeps four experts per layer in memory and reads rows from tables in slow memory: one keyed by the
   token in every layer, and with n=2,3 rows keyed by the last two and three tokens in the first two layers. A disk reads
   whole blocks, so it reads more than the rows ([runtime](runtime.md#3-rows-on-disk)).
@@ -203,9 +203,7 @@ def _verdict(found: Yardstick, memory: float, models: list[dict[str, Any]]) -> s
     if rounded is not None and rounded is not best:
         text += f"; {rounded.label} ({bytes_text(rounded.fast_bytes)}), has {rounded.ppl.mean:.2f}"
     counts = ", ".join(f"{m['ppl']:.2f} ({m['order']}-gram)" for m in models)
-    return (
-        f"{text}. Kneser-Ney n-gram models of the same text, which only count: {counts}.\n" if counts else f"{text}.\n"
-    )
+    return f"{text}. Count-based (Kneser-Ney) n-gram models of the same text: {counts}.\n" if counts else f"{text}.\n"
 
 
 def _sentence(text: str) -> str:
@@ -414,8 +412,8 @@ def _against_all_in_memory(row: Row, group: Group) -> str:
     half = frontier.interval(kept)
     share = f"{100 * kept.mean:.0f}{'' if half is None else f' ± {100 * half:.0f}'} %"
     return (
-        f" With all {group.config.model.n_experts} experts in memory the recommended router gains more; `{row.label}` "
-        f"keeps {share} of that gain ({_seeds(kept.n)})."
+        f" With all {group.config.model.n_experts} experts in memory the recommended router has lower perplexity: "
+        f"`{row.label}` keeps {share} of its gain ({_seeds(kept.n)})."
     )
 
 
@@ -428,8 +426,8 @@ def _against_fewer_experts(row: Row, smaller: Group | None) -> str:
     same = best in _like_recommended(smaller, alone=True)
     router = "the recommended router with one expert per slot" if same else f"`{best.label}`"
     return (
-        f" Control: the best mixture of {smaller.config.model.n_experts} experts, which loads nothing, is {router}. "
-        f"The perplexity of `{row.label}` is {_percent(change)} it ({_seeds(change.n)})."
+        f" Control: a mixture of {smaller.config.model.n_experts} experts loads nothing. The best is {router}; the "
+        f"perplexity of `{row.label}` is {_percent(change)} it ({_seeds(change.n)})."
     )
 
 
