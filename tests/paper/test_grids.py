@@ -64,6 +64,19 @@ def test_every_seed_and_flags_over_all_rows():
     assert [run.seed for run in runs] == [1] * n + [2] * n
 
 
+def test_each_seed_has_a_hash_of_its_own_in_the_same_row():
+    rows = [
+        {"variant": "hash+lookup"},
+        {"variant": {"name": "siblings", "hashed": True, "salt": 3}},
+        {"variant": "siblings"},
+        {"variant": "soft"},
+    ]
+    runs = runs_of({"rows": rows}, seeds=(42, 43))
+    assert [run.variant.settings().get("salt") for run in runs] == [0, 3, 0, None, 43, 3, 0, None]
+    assert [run.variant.key for run in runs[:4]] == [run.variant.key for run in runs[4:]]
+    assert runs[0].variant.label == runs[4].variant.label
+
+
 @pytest.mark.parametrize("grid", [{"seed": 7, "rows": [{}]}, {"rows": [{"seed": 7}]}])
 def test_a_seed_in_a_grid_is_refused(grid):
     with pytest.raises(ConfigError, match="use --seeds in a sweep"):

@@ -447,7 +447,7 @@ def test_a_state_of_another_shape_is_refused(state, message):
 
 NEEDS = {
     "attended": {"source": "attended"},
-    "tokens": {"choice": Hashed(layer=0)},
+    "tokens": {"choice": Hashed(0)},
     "position": {"filter": Smooth(0.5)},
     "boundary": {"choice": Trajectory(window=0, sentence=True)},
 }

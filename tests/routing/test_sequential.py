@@ -25,7 +25,7 @@ from stickymoe.errors import ConfigError
 from stickymoe.locality.replay import simulate
 from stickymoe.locality.table import RouteTable
 from stickymoe.models.moe import Router
-from stickymoe.routing.fixed import Hashed, Trajectory
+from stickymoe.routing.fixed import Hashed, Trajectory, hash_key
 from stickymoe.routing.rules import HardWindow, RouterState, RoutingRule, TopK
 from stickymoe.routing.sequential import (
     Hysteresis,
@@ -48,7 +48,7 @@ CHOICES = {
     "slots": SlotChoice(capacity=3, margin=0.02, budget=0.4),
     "slots by hash": SlotChoice(capacity=3, margin=0.02, budget=0.4, hashed=1),
     "segment": Segment(window=3),
-    "hash": Hashed(layer=1),
+    "hash": Hashed(1),
     "trajectory": Trajectory(window=3, sentence=False),
     "window": HardWindow(window=2, beta=2.0),
     "top-k": TopK(),
@@ -348,13 +348,14 @@ def test_a_trajectory_is_decided_by_the_first_token_of_its_span(case, window, se
         assert S[b].tolist() == [heaviest_first(logits[b, t], key) for t, key in enumerate(keys)]
 
 
-def test_a_hash_is_fair_and_differs_between_layers():
+@pytest.mark.parametrize("keys", [(0, 1), (hash_key(1, salt=42), hash_key(1, salt=43))], ids=["layers", "salts"])
+def test_a_hash_is_fair_and_differs_between_layers_and_salts(keys):
     n = 40_000
     x = router_input(np.random.default_rng(0), 1, n)
     x = replace(x, tokens=torch.arange(n)[None])
-    layers = [choose(Hashed(layer), torch.zeros(1, n, 4), 2, x)[1] for layer in range(2)]
-    for layer, S in enumerate(layers):
-        assert S[0, :50].tolist() == [sorted(reference.hashed_experts(t, 4, 2, layer)) for t in range(50)]
+    layers = [choose(Hashed(key), torch.zeros(1, n, 4), 2, x)[1] for key in keys]
+    for key, S in zip(keys, layers, strict=True):
+        assert S[0, :50].tolist() == [sorted(reference.hashed_experts(t, 4, 2, key)) for t in range(50)]
         assert (S[..., 0] != S[..., 1]).all()
         shares = S.flatten().bincount(minlength=4) / S.numel()
         torch.testing.assert_close(shares, torch.full((4,), 0.25), rtol=0, atol=0.01)

@@ -232,6 +232,12 @@ class TestRunId:
         assert ids[0] != "9836af79bf7b6475"
         assert ids[1] == "4240cc19ac432552"
 
+    def test_of_a_hash_changes_with_its_salt_alone(self) -> None:
+        """Ids of earlier versions, which had no salt."""
+        hashed = [replace(self.base, variant=variant("hash", salt=salt)) for salt in (0, 1)]
+        assert self.id(hashed[0]) == "55cb85214873a7c2"
+        assert self.id(hashed[1]) != "55cb85214873a7c2"
+
     @given(run_settings())
     def test_survives_the_disk(self, settings: dict[str, Any]) -> None:
         config = RunConfig.from_dict(settings)

@@ -16,14 +16,23 @@ from stickymoe.routing.rules import RouterInput, RouterState, ScannedChoice, sta
 _NO_BOUNDARIES = np.empty((0, 0), np.bool_)
 
 
+_LAYERS = 1 << 10
+_KEYS = 1 << 23  # the kernels shift a key by 40 bits
+
+
+def hash_key(layer: int, salt: int) -> int:
+    """The number that makes the hash of a layer differ from those of other layers and of other salts."""
+    return (layer + salt * _LAYERS) % _KEYS
+
+
 @dataclass(frozen=True)
 class Hashed(ScannedChoice):
-    """S_t = hash(token, layer): Roller et al. With k=1 the gate has no influence; with k>1 it sets the weights."""
+    """S_t = hash(token, key): Roller et al. With k=1 the gate has no influence; with k>1 it sets the weights."""
 
-    layer: int
+    key: int
 
     def choose(self, rank: Any, g: Any, x: RouterInput, state: RouterState, progress: float, S: Any) -> RouterState:
-        kernels.hashed(x.array("tokens"), g, self.layer, S)
+        kernels.hashed(x.array("tokens"), g, self.key, S)
         return RouterState()
 
 

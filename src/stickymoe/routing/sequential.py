@@ -282,7 +282,7 @@ class SlotChoice(ScannedChoice):
     first slot), if the last load was at least 1/B tokens ago, rounded up: in n tokens after the first load, at most
     1 + B·n loads. A document starts with the heaviest expert of each slot resident.
 
-    With `hashed`, a layer index, the k slots of a token come from hash(token, layer), and the gate only sets weights.
+    With `hashed`, the key of a hash, the k slots of a token come from hash(token, key), and the gate only sets weights.
     Slots with more experts are drawn more often: in proportion to their number of experts for the first of the k, and
     likewise among the remaining slots for each next one.
     """

@@ -44,6 +44,7 @@ ADDED: dict[tuple[str, str], Any] = {
     ("variant", "token"): False,
     ("variant", "hashed"): False,
     ("variant", "apart"): 0.0,
+    ("variant", "salt"): 0,
     ("variant", "table_drop"): 0.0,
 }
 

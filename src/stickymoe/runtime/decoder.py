@@ -100,7 +100,7 @@ def _choice_part(part: object, N: int) -> _Part | None:
     if type(part) is Segment:
         return _Part(k.SEGMENT, (part.window,), (), ("total", N), None, ("chosen", N))
     if type(part) is Hashed:
-        return _Part(k.HASHED, (part.layer,))
+        return _Part(k.HASHED, (part.key,))
     if type(part) is Trajectory:
         return _Part(k.TRAJECTORY, (part.window, int(part.sentence)), integer_state=("key", 1))
     return None

@@ -19,6 +19,7 @@ from typing import Any
 from stickymoe.errors import ConfigError, unknown
 from stickymoe.runs.config import RENAMED, RunConfig
 from stickymoe.runs.settings import config_from, read_yaml
+from stickymoe.variants import hypers
 
 Settings = dict[str, Any]
 
@@ -37,16 +38,32 @@ def load_grid(name: str, named: Mapping[str, Settings]) -> Settings:
 
 
 def configs(grid: Settings, *, seeds: list[int], flags: list[str], source: str) -> list[RunConfig]:
-    """Every run of a grid: all rows with the first seed, then the next seed; `flags` apply to all runs."""
+    """Every run of a grid: all rows with the first seed, then the next seed; `flags` apply to all runs.
+
+    Each seed also has a hash of its own, in rows that route by a hash and do not set its salt.
+    """
     rows = grid["rows"]
     if any("seed" in settings for settings in (grid, *rows)):
         raise ConfigError(f"seed (in {source}): use --seeds in a sweep, for example --seeds 42,43.")
     common = {key: value for key, value in grid.items() if key != "rows"}
     return [
-        config_from({**_merged(common, row), "seed": seed}, flags, source=f" (in row {i + 1} of {source})")
+        config_from(_salted({**_merged(common, row), "seed": seed}), flags, source=f" (in row {i + 1} of {source})")
         for seed in seeds
         for i, row in enumerate(rows)
     ]
+
+
+def _salted(settings: Settings) -> Settings:
+    """Settings of a run; with a seed other than the default one, the seed is the salt of its hashes."""
+    given = settings.get("variant", {})
+    section = {"name": given} if isinstance(given, str) else given
+    if settings["seed"] == RunConfig().seed or not isinstance(section, dict) or "salt" in section:
+        return settings
+    name = section.get("name", RunConfig().variant.name)
+    known = hypers(name) if isinstance(name, str) else {}
+    if "salt" not in known or ("hashed" in known and section.get("hashed") is not True):
+        return settings
+    return {**settings, "variant": {**section, "salt": settings["seed"]}}
 
 
 def _merged(defaults: Settings, row: Settings) -> Settings:

@@ -80,13 +80,23 @@ COUNT_OR_NONE = Check(lambda n: _is_whole(n) and n >= 0, "a whole number ≥ 0")
 SWITCH = Check(lambda on: isinstance(on, bool), "true or false")
 
 
-def hyper(default: Any, symbol: str, help: str, check: Check, *, always: bool = True, minor: bool = False) -> Any:
+def hyper(
+    default: Any,
+    symbol: str,
+    help: str,
+    check: Check,
+    *,
+    always: bool = True,
+    minor: bool = False,
+    seeded: bool = False,
+) -> Any:
     """A hyper-parameter: its default, its symbol (the paper's if it has one), its help and its check.
 
     Labels and file names show it always, or only if it differs from the default (`always=False`). File names always
-    show a `minor` one; labels show it if it differs from the default.
+    show a `minor` one; labels show it if it differs from the default. Neither shows a `seeded` one, which differs
+    between the seeds of a row.
     """
-    about = {"symbol": symbol, "help": help, "check": check, "always": always, "minor": minor}
+    about = {"symbol": symbol, "help": help, "check": check, "always": always, "minor": minor, "seeded": seeded}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -102,6 +112,7 @@ class Hyper:
     check: Check
     always: bool
     minor: bool
+    seeded: bool
 
 
 @dataclass(frozen=True)
@@ -209,7 +220,7 @@ class Variant:
     def shown(self) -> list[tuple[Hyper, Any]]:
         """The hyper-parameters that distinguish this variant, with their values."""
         values = [(declared, self.settings()[name]) for name, declared in self.hypers().items()]
-        return [(declared, value) for declared, value in values if declared.always or value != declared.default]
+        return [(d, value) for d, value in values if not d.seeded and (d.always or value != d.default)]
 
     @property
     def label(self) -> str:

@@ -9,6 +9,7 @@ from stickymoe.routing.ties import TiedExperts
 from stickymoe.variants.base import (
     BELOW_ONE,
     COUNT,
+    COUNT_OR_NONE,
     FRACTION,
     SWITCH,
     WEIGHT,
@@ -18,6 +19,7 @@ from stickymoe.variants.base import (
     register,
     require_slots,
 )
+from stickymoe.variants.hash_routing import SALT
 
 if TYPE_CHECKING:
     from stickymoe.routing.rules import Choice, Filter
@@ -33,8 +35,8 @@ class SiblingsVariant(Balanced):
 
     name: ClassVar[str] = "siblings"
     equation: ClassVar[str] = (
-        "ℓ_i = a_c(smooth_d h) [+ e_c(h)] + b_i(smooth_s h), c = i mod C;  S_t = top-k [or hash(token, layer)] of "
-        "R_t, one of each c, replaced if q_in > q_out + ρ, q = g within c, at most B times a token;  "
+        "ℓ_i = a_c(smooth_d h) [+ e_c(h)] + b_i(smooth_s h), c = i mod C;  S_t = top-k [or hash(token, layer, salt)] "
+        "of R_t, one of each c, replaced if q_in > q_out + ρ, q = g within c, at most B times a token;  "
         "∇W → κ·mean over the slot + (1−κ)·own, κ = 1 until untied;  L = L_CE + μ·L_bal of slots and within slots"
     )
 
@@ -69,6 +71,7 @@ class SiblingsVariant(Balanced):
     hashed: bool = hyper(
         False, "hashed", "a hash of the token chooses its slots; the gate only sets their weights", SWITCH, always=False
     )
+    salt: int = hyper(0, "salt", SALT, COUNT_OR_NONE, always=False, seeded=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,9 +91,11 @@ class SiblingsVariant(Balanced):
         return SlotGates(self.capacity, fast=self.fast, slow=self.slow, token=self.token)
 
     def choice(self, site: Site) -> "Choice":
+        from stickymoe.routing.fixed import hash_key
         from stickymoe.routing.sequential import SlotChoice
 
-        return SlotChoice(self.capacity, self.rho, self.budget, hashed=site.layer if self.hashed else None)
+        key = hash_key(site.layer, self.salt) if self.hashed else None
+        return SlotChoice(self.capacity, self.rho, self.budget, hashed=key)
 
     def balance(self) -> Term | None:
         from stickymoe.routing.losses import slot_balance_by_layer
