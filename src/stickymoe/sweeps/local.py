@@ -25,7 +25,11 @@ class LocalEngine:
 
 
 class Process:
-    """Python in a session of its own, so that Ctrl-C in the terminal does not reach it."""
+    """Python in a process group of its own, so that Ctrl-C in the terminal does not reach it.
+
+    It stays in the session of the sweep. Linux shares the processor between sessions first, so in a session of its own
+    the niceness of the sweep would not count.
+    """
 
     def __init__(self, arguments: Sequence[str], *, folder: Path | None = None) -> None:
         self._ended: Ended | None = None
@@ -37,7 +41,7 @@ class Process:
                 stderr=self._stderr,
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
+                process_group=0,
             )
             opened.pop_all()
 
