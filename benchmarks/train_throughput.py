@@ -8,7 +8,7 @@ Candidates (each in its own process, taking turns)
     plain           the same model on its plain path, with the default memory settings of glibc
     hf-eager        Mixtral of the same width, depth, experts and parameters, as transformers runs it
     hf-grouped      the same with transformers' grouped matrix product
-    floor           the matrix products of our step alone, with the same shapes, into preallocated memory
+    floor           the matrix products of our step alone, with the same shapes, each by the faster library
     without …       ours without one optimisation
     with compile    ours through torch.compile
     with compiled softmax       ours with the softmax of the head in numba loops
@@ -86,6 +86,13 @@ def compiled_softmax(a: argparse.Namespace) -> Work:
     return ours(a)
 
 
+def torchs_products(a: argparse.Namespace) -> Work:
+    from stickymoe.models import products
+
+    products.onednn_is_faster = lambda: False  # type: ignore[assignment]
+    return ours(a)
+
+
 def step(model: Any, a: argparse.Namespace, loss: Callable[[Any, Any], Any], *, fused: bool = True) -> Work:
     import torch
 
@@ -129,6 +136,7 @@ def floor(a: argparse.Namespace) -> Work:
     import torch
 
     from stickymoe.models.head import ROWS
+    from stickymoe.models.products import product, product_of_columns
     from stickymoe.training.memory import keep_freed_memory
 
     keep_freed_memory()
@@ -137,11 +145,10 @@ def floor(a: argparse.Namespace) -> Work:
 
     def linear(rows: int, inner: int, outer: int, times: int) -> None:
         x, w, y = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(rows, outer)
-        dx, dw = torch.empty_like(x), torch.empty_like(w)
         for _ in range(times):
-            products.append(lambda: torch.mm(x, w.t(), out=y))
-            products.append(lambda: torch.mm(y, w, out=dx))
-            products.append(lambda: torch.mm(y.t(), x, out=dw))
+            products.append(lambda: product(x, w))
+            products.append(lambda: product(y, w.t()))
+            products.append(lambda: product_of_columns(y, x))
 
     linear(n, D, 3 * D, L)
     linear(n, D, D, L)
@@ -158,8 +165,8 @@ def floor(a: argparse.Namespace) -> Work:
         products.append(lambda: torch.bmm(scores, q, out=mixed))
 
     def work() -> None:
-        for product in products:
-            product()
+        for one in products:
+            one()
 
     return work
 
@@ -272,6 +279,7 @@ CANDIDATES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "without kept memory": lambda a: ours(a, memory=False),
     "without fused head": lambda a: ours(a, head=False),
     "without sorted experts": lambda a: ours(a, experts=False),
+    "without oneDNN": torchs_products,
     "without fused AdamW": lambda a: ours(a, fused=False),
     "with passive": ours,
     "with compiled softmax": compiled_softmax,
@@ -290,6 +298,7 @@ OPTIMISATIONS = [
     "without kept memory",
     "without fused head",
     "without sorted experts",
+    "without oneDNN",
     "without fused AdamW",
     "with passive",
     "with compiled softmax",
@@ -343,7 +352,7 @@ def two_processes(rounds: int) -> dict[str, Any]:
 
 
 PARTS = {
-    "matrix products": ("mm", "addmm", "addmm_", "bmm", "baddbmm"),
+    "matrix products": ("mm", "addmm", "addmm_", "bmm", "baddbmm", "mkldnn::_linear_pointwise"),
     "attention": (
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -382,7 +391,8 @@ def breakdown(vocab: int) -> dict[str, float]:
     times = {event.key: event.self_cpu_time_total for event in profiled.key_averages()}
     whole = sum(times.values())
     shares = {
-        part: round(sum(times.get(f"aten::{name}", 0.0) for name in names) / whole, 4) for part, names in PARTS.items()
+        part: round(sum(times.get(f"aten::{name}", times.get(name, 0.0)) for name in names) / whole, 4)
+        for part, names in PARTS.items()
     }
     shares["the rest, Python included"] = round(1 - sum(shares.values()), 4)
     print(f"\nvocabulary {vocab:,}, {torch.get_num_threads()} threads\n{shares}", flush=True)
