@@ -20,7 +20,7 @@ from stickymoe.paper import frontier, yardstick
 from stickymoe.paper.figures import kept_gain as kept_gain_figure
 from stickymoe.paper.frontier import EVEN, MISSES_FACTOR, TARGET_GAIN, Point, kept_gain
 from stickymoe.paper.grids import GRIDS, PAPER_ORDER
-from stickymoe.paper.yardstick import Yardstick
+from stickymoe.paper.yardstick import Choice, Yardstick
 from stickymoe.reports import figures, tables
 from stickymoe.reports.charts import Chart, colour_by, inline, rounded, themed
 from stickymoe.reports.collection import Collection, Group, Row, Run, Value, collect, common_seeds, grouped
@@ -92,15 +92,60 @@ def page(collection: Collection, folder: Path) -> str:
         "Layers that share experts": _shared(collection),
         "Symbols": _symbols(collection),
     }
-    parts = [INTRODUCTION, *(f"## {title}\n\n{text}" for title, text in sections.items() if text)]
+    parts = [_advice(collection), INTRODUCTION, *(f"## {title}\n\n{text}" for title, text in sections.items() if text)]
     if missing := [title for title, text in sections.items() if not text]:
         parts.append("## Not run yet\n\n" + "".join(f"- {title}\n" for title in missing))
     return "\n".join(parts)
 
 
-INTRODUCTION = f"""\
-# Beyond the paper: what sticky routing costs
+def _advice(collection: Collection) -> str:
+    """The first lines of the page: what to do with a device, on what evidence, and what was not tried."""
+    title = "# Beyond the paper: what sticky routing costs\n\n"
+    found = _yardsticks(collection)
+    memory = found[0].memory if found else None
+    if memory is None:
+        return title
+    lines = []
+    for y in found:
+        fits = y.fitting(memory)
+        plain = next((c for c in fits if not c.resident and c.control), None)
+        sticky = next((c for c in fits if not c.resident and plain and c.loaded <= plain.loaded / 10), None)
+        rows = next((c for c in fits if c.row_bytes), None)
+        passes = y.choices[0].row.runs[0].epochs
+        lines.append(
+            (
+                f"{y.corpus}, {y.steps:,} steps, {passes:.1f} passes",
+                *(_cost(c) for c in (y.floor(memory), plain, sticky, rows, y.ceiling)),
+            )
+        )
+    headings = ("training", "all fit", "swaps, vanilla", "swaps, sticky", "reads rows", f"all {EXPERTS} in memory")
+    table = Table("advice", "", headings, tuple(lines))
+    return f"""\
+{title}What should a device with M bytes of fast memory run? Here, M is {bytes_text(memory)}: {SLOTS} of {EXPERTS}
+experts per layer, and everything outside the experts. Perplexity, and bytes that a token loads from slow memory:
 
+{tables.markdown(table)}
+- **Train as many experts as fit, and keep all of them in memory** ("all fit"). They load nothing.
+- **More experts than fit** cost megabytes per token with plain routing. Sticky routing reads a tenth of that, but a
+  model with just the experts that fit is then as good. It is for checkpoints whose number of experts is given.
+- **Rows of a table in slow memory** (`--variant hash+lookup`) cost kilobytes per token. Use them if training makes few
+  passes over the text: over many passes they overfit ([does the gain last?](#does-the-gain-last)).
+
+All of this was measured with models of 4 layers of width 128, on two corpora of English. Not tried: larger models, more
+than 10,000 steps, texts of billions of tokens.
+
+"""
+
+
+def _cost(choice: Choice | None) -> str:
+    """The perplexity of a model and what its tokens load."""
+    if choice is None:
+        return MISSING
+    loaded = "" if choice.loads_nothing else f", {'≤ ' if choice.bound else ''}{bytes_text(choice.loaded)}"
+    return f"{choice.ppl.mean:.2f}{loaded}"
+
+
+INTRODUCTION = f"""\
 `python results/frontier_page.py` writes this page from [the records](../results). `stickymoe frontier results` prints
 the tables of routers.
 
@@ -135,14 +180,19 @@ SLOTS, EXPERTS = 4, 16  # the fast memory of the first table: four of sixteen ex
 MOST_ROWS = 6  # of a table of models at equal fast memory, controls apart
 
 
+def _yardsticks(collection: Collection) -> list[Yardstick]:
+    """The comparisons of the first section: those with rows in slow memory first, long trainings first."""
+    found = yardstick.yardsticks(g for g in collection.groups if _is(g))
+    shown = [y for y in found if y.experts == EXPERTS and y.steps >= 1000]
+    return sorted(shown, key=lambda y: (not any(c.row_bytes for c in y.choices), -y.steps, y.title))
+
+
 def _equal_memory(collection: Collection, folder: Path) -> str:
     """For each corpus and length of training: the models that fit, what their tokens load, and what counting does."""
-    found = [y for y in yardstick.yardsticks(g for g in collection.groups if _is(g)) if y.experts == EXPERTS]
-    found = [y for y in found if y.steps >= 1000]
+    found = _yardsticks(collection)
     memory = found[0].memory if found else None
     if memory is None:
         return ""
-    found.sort(key=lambda y: (not any(c.row_bytes for c in y.choices), -y.steps, y.title))
     counted = json.loads((HERE / "ngrams.json").read_text(encoding="utf-8"))
     text = f"""\
 A device has fast memory for {SLOTS} experts per layer and everything outside the experts: {bytes_text(memory)} in fp32.
