@@ -16,13 +16,13 @@ HERE = Path(__file__).parent
 
 
 def main(docs: Path = HERE.parent / "docs") -> None:
-    names = ("train_throughput", "replay", "report_page", "attach", "routers", "offload", "sticky")
-    record, replay, report, attach, routers, offload, sticky = (
+    names = ("train_throughput", "replay", "report_page", "attach", "routers", "offload", "sticky", "rows")
+    record, replay, report, attach, routers, offload, sticky, rows = (
         json.loads((HERE / f"{name}.json").read_text()) for name in names
     )
     text = page(record) + replay_section(replay) + report_section(report) + attach_section(attach)
     text += routers_section(routers)
-    text += offload_section(offload) + sticky_section(sticky)
+    text += rows_section(rows) + offload_section(offload) + sticky_section(sticky)
     (docs / "performance.md").write_text(text, encoding="utf-8")
     (docs / "growth.svg").write_text(plot(record["growth"]), encoding="utf-8")
 
@@ -221,6 +221,40 @@ the variant of `stickymoe train --recommended`.
 {table(headings, rows)}"""
 
 
+def rows_section(record: dict[str, Any]) -> str:
+    settings, environment = record["settings"], record["environment"]
+    steps = [
+        [f"step with {name} : step without", f"{_ratio_text(row['ratio'], 3)}", "≤ 1.03"]
+        for name, row in record["training"].items()
+        if name != "hash"
+    ]
+    tokens = [
+        [
+            slots,
+            name,
+            f"{row['ms_per_token']:.3f}",
+            _ratio_text(row["ratio"], 3),
+            "" if name == "in memory" else "≤ 1.05",
+            f"{row['row_hits'] / row['rows']:.0%}" if row["rows"] else "–",
+            f"{1000 * row['row_stall_s'] / settings['tokens']:.3f}",
+        ]
+        for slots, rows in record["decoding"].items()
+        for name, row in rows.items()
+    ]
+    headings = ["slots", "tables", "ms per token", "relative to in memory", "target", "hot", "ms stalled"]
+    return f"""
+## Rows in slow memory
+
+`python benchmarks/rows.py` measures this ([record](../benchmarks/rows.json)) on {environment["processor"]}, one thread:
+the model of `cpu-small` with `hash` and `hash+lookup`. Ratios are of the same round, medians with 95 % intervals.
+
+{table(["training", "measured", "target"], steps)}
+Decoding from slow memory of {settings["throttle"]} per second, with the tables in memory or on disk. "Hot" is the share
+of rows that were in memory, "stalled" the time of a token in which the model waited for rows.
+
+{table(headings, tokens)}"""
+
+
 def offload_section(record: dict[str, Any]) -> str:
     """Decoding with experts on disk."""
     environment, memory = record["environment"], record["memory"]
@@ -285,8 +319,9 @@ What `plan` predicts from `stickymoe device MODEL`, divided by what the engine d
 {table(["model", "slots", "tokens/s", "plan : measured", "target"], planned)}"""
 
 
-def _ratio_text(interval: dict[str, float]) -> str:
-    return f"{interval['median']:.2f} ({interval['low']:.2f} to {interval['high']:.2f})"
+def _ratio_text(interval: dict[str, float], digits: int = 2) -> str:
+    median, low, high = (f"{interval[end]:.{digits}f}" for end in ("median", "low", "high"))
+    return f"{median} ({low} to {high})"
 
 
 def _capacity_rows(speeds: dict[str, Any]) -> list[list[str]]:
