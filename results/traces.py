@@ -304,8 +304,8 @@ def lessons(traces: Sequence[dict[str, Any]], planned: Sequence[dict[str, Any]])
             wrapped(
                 "- **LRU is hard to beat without knowing the future.** The best of eight online policies avoids "
                 f"{percent(min(online))} to {percent(max(online))} of its misses, and which one is best differs from "
-                f"trace to trace. Belady avoids {percent(min(bound))} to {percent(max(bound))}. These are the rows of the "
-                "table below; the figure has all sizes.",
+                f"trace to trace. Belady avoids {percent(min(bound))} to {percent(max(bound))}. These are the rows of "
+                "the table below; the figure has all sizes.",
                 "  ",
             ).rstrip(),
             wrapped(
