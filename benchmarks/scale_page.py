@@ -118,6 +118,7 @@ def page(record: dict[str, Any]) -> str:
     per_token = flops_per_token(config, size)
     tokens = t.steps * t.batch_size * c.seq_len
     speed, flops, share = measured(record)
+    rows = t.batch_size // t.accumulate
     memory = [[name, f"{state_bytes(size, n, sharded=False) / 1e9:.1f}"] for name, n in (("1", 1), ("any with DDP", 2))]
     memory += [[f"{n} with FSDP2", f"{state_bytes(size, n, sharded=True) / 1e9:.1f}"] for n in (2, 4, 8, 16)]
     cost = [
@@ -166,12 +167,14 @@ The [guide](guide.md#12-several-processes-and-machines) shows `fsdp.yaml`.
 ## Memory of a process
 
 Gigabytes of weights, gradients and the two moments of AdamW, all in fp32: products are in bf16, states are not.
-Activations come on top and depend on the rows of a micro-batch.
+Activations come on top. They depend on the sequences of a micro-batch: the preset splits a step into {t.accumulate}
+micro-batches, which have {rows} sequences with one process and {rows // 8} with eight. A larger `--train.accumulate`
+makes them smaller.
 
 {table(["processes", "GB each"], memory)}
-DDP keeps a second copy of the gradients. With FSDP2 each process has its share of all four. In addition it has the
-whole weights and gradients of one layer at a time, the weights of the next one, and weights and gradients outside the
-layers.
+DDP keeps a second copy of the gradients. With FSDP2 each process has its share of weights, gradients and moments. In
+addition it has the whole weights and gradients of one layer at a time, the weights of the next one, and weights and
+gradients outside the layers.
 
 - A process first builds the whole model in the memory of its CPU: {FP32 * size.total / 1e9:.1f} GB.
 - A checkpoint has {3 * FP32 * size.total / 1e9:.1f} GB, of which each process writes its part; the two newest are kept.

@@ -149,6 +149,23 @@ def place_in_dead(warning: str) -> int:
     return next((i for i, target in enumerate(DEAD) if target.removeprefix("../") in warning), -1)
 
 
+BROKEN_CODE = """
+return [...document.querySelectorAll("article :not(pre) > code")]
+    .filter(code => code.getClientRects().length > 1 && !code.closest(".doc, a"))
+    .map(code => code.textContent)
+"""
+BEYOND_THE_TEXT = """
+const end = document.querySelector("article").getBoundingClientRect().right + 1
+return [...document.querySelectorAll("article :is(p, li) > code")]
+    .filter(code => code.getBoundingClientRect().right > end && !code.closest("table"))
+    .map(code => code.textContent)
+"""
+FIGURES = """
+const widths = [...document.querySelectorAll("article img")].map(figure => figure.getBoundingClientRect().width)
+return [widths, document.documentElement.scrollWidth > window.innerWidth]
+"""
+
+
 @pytest.fixture(scope="module")
 def browser():
     with chromium(1280, 1000) as driver:
@@ -167,6 +184,25 @@ class TestInABrowser:
         results = wait.until(lambda b: b.find_elements(By.CSS_SELECTOR, ".md-search-result__link"))
         addresses = [result.get_attribute("href") for result in results]
         assert any("locality.html" in address for address in addresses), addresses
+
+    def test_no_command_or_option_is_broken_on_a_wide_screen(self, browser, site):
+        """Neither may it leave the text."""
+        for page in pages(site):
+            browser.get(page.as_uri())
+            assert browser.execute_script(BROKEN_CODE) == [], page.name
+            assert browser.execute_script(BEYOND_THE_TEXT) == [], page.name
+
+    def test_figures_can_be_read_and_scroll_on_a_narrow_screen(self, site):
+        with chromium(500, 1000) as browser:
+            browser.get((site / "frontier.html").as_uri())
+            widths, wider = browser.execute_script(FIGURES)
+        assert min(widths) > 600
+        assert not wider, "the page itself does not scroll sideways"
+
+    def test_the_arrow_of_a_column_stays_with_its_name(self, site):
+        headings = re.findall(r"<th[^>]*>([^<]*[↑↓])</th>", (site / "frontier.html").read_text())
+        assert headings
+        assert [heading for heading in headings if not heading[:-1].endswith("\N{NO-BREAK SPACE}")] == []
 
     @pytest.mark.parametrize("page", ["index", "api", "results", "serving"])
     def test_a_page_asks_no_host_and_logs_no_error(self, browser, site, page):

@@ -60,6 +60,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return FENCED_OR_TARGET.sub(on_site, markdown)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keep the arrow of a column, which says what is better, in one line with the last word of its name."""
+    return re.sub(r" ([↑↓])(?=</th>)", "\N{NO-BREAK SPACE}\\1", html)
+
+
 def linked(markdown: str, place: str) -> set[str]:
     """Paths in the repository that a page links to."""
     found = FENCED_OR_TARGET.findall(markdown)

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def compared(ours: Path, theirs: Path, answer: dict[str, Any]) -> dict[str, int]:
-    """How many tokens and choices of experts are equal. Masked tokens are those that llama.cpp did not route."""
+    """How many tokens and choices of experts are equal, of tokens that both routed. Masked ones were not routed."""
     a, b = load_table(ours), load_table(theirs)
     if a.S.shape[::3] != b.S.shape[::3] or a.tokens is None:
         raise SystemExit(f"{ours} and {theirs} are traces of different models, or the first has no token ids.")
@@ -36,8 +36,8 @@ def compared(ours: Path, theirs: Path, answer: dict[str, Any]) -> dict[str, int]
 
 def sentence(found: dict[str, int]) -> str:
     return (
-        f"{found['equal_tokens']} of {found['tokens']} tokens that both routed and {found['equal_choices']:,} of "
-        f"{found['choices']:,} choices of experts are equal ({found['layers']} layers)."
+        f"Of the generated tokens, {found['equal_tokens']} of {found['tokens']} are equal; of the choices of experts "
+        f"in {found['layers']} layers, {found['equal_choices']:,} of {found['choices']:,}."
     )
 
 

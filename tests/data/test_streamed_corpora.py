@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stickymoe.cli import main
 from stickymoe.data import corpora, streams, tokens
 from stickymoe.data.corpora import load_corpus
 from stickymoe.data.tokens import load_tokens
@@ -97,6 +100,32 @@ def test_refuses(
     with pytest.raises(DataError, match=message) as caught:
         load_tokens(config(dataset(column, **splits), tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("corpus", "message"),
+    [
+        ("broken/folder", r"could not be read with datasets \(ArrowInvalid: JSON parse error"),
+        ("./nowhere", r"the folder '\./nowhere' does not exist\.$"),
+        ("./nowhere:subset", r"the folder '\./nowhere' does not exist\.$"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(
+    corpus: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`datasets` logs what it raises."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken" / "folder").mkdir(parents=True)
+    (tmp_path / "broken" / "folder" / "train.jsonl").write_text('{"text": "a')
+    assert main(["train", "--preset", "tiny", "--data.corpus", corpus, "--out", "run"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
+def test_the_libraries_of_the_hub_log_again_afterwards() -> None:
+    with streams.without_logs():
+        assert not logging.getLogger("datasets.load").isEnabledFor(logging.ERROR)
+    assert logging.getLogger("datasets.load").isEnabledFor(logging.ERROR)
 
 
 def test_needs_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

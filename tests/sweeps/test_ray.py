@@ -117,6 +117,23 @@ def test_a_sweep_whose_node_is_killed_equals_a_local_sweep(cluster, grid, tmp_pa
             assert (there / "routes" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_a_local_sweep_waits_for_the_runs_of_a_cluster(cluster, grid, tmp_path):
+    out = tmp_path / "out"
+    with sweep_on(cluster, grid, out, train=LONG) as process:
+        both = wait_for(lambda: suspended(out), 300)
+        command = [sys.executable, "-m", "stickymoe.cli", "sweep", str(out.with_suffix(".yaml")), "--out", str(out)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as local:
+            wait_for(lambda: "running" in local.stderr.readline(), 300)
+            for cell in both:
+                cell.resume()
+            assert local.wait(300) == 0
+        process.communicate(timeout=300)
+    assert process.returncode == 0
+    for timings in out.glob("*/timings.jsonl"):
+        steps = [json.loads(line)["step"] for line in timings.read_text().splitlines()]
+        assert steps == sorted(set(steps)), "one of the two trained it"
+
+
 def test_ctrl_c_saves_the_cells_and_leaves_no_process(cluster, grid, tmp_path):
     out = tmp_path / "out"
     with sweep_on(cluster, grid, out, train={**LONG, "steps": 100_000}) as process:

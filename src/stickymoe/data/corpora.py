@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from stickymoe.data.factbook import COUNTRY_FOLDS, country_sections
-from stickymoe.data.streams import open_streams
+from stickymoe.data.streams import open_streams, without_logs
 from stickymoe.errors import DataError, shown, unknown
 from stickymoe.reading import read_bytes, reason
 from stickymoe.runs.config import DataConfig
@@ -109,7 +109,8 @@ def _wikitext_2() -> Corpus:
             f"Run: pip install 'stickymoe[hub]', or {_BY_HAND}."
         ) from error
     try:
-        splits = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1")
+        with without_logs():
+            splits = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1")
     # Without a network, the hub's libraries raise a dozen unrelated types.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]

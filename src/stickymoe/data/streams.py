@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from stickymoe.errors import DataError
@@ -14,6 +16,7 @@ from stickymoe.reading import reason
 HELD_OUT, MOST_HELD_OUT = 200, 500
 _COLUMN = "text"
 _VALID = ("validation", "valid", "val", "dev")
+_LIBRARIES = ("datasets", "huggingface_hub")
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,25 @@ class Stream:
 
 
 @contextmanager
+def without_logs() -> Iterator[None]:
+    """No log of the hub's libraries: they repeat what they raise, and every attempt to connect."""
+    loggers = [logging.getLogger(name) for name in _LIBRARIES]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
 def explained(name: str) -> Iterator[None]:
     """One line for the dozen unrelated errors that the hub's libraries raise."""
     try:
-        yield
+        with without_logs():
+            yield
     except (DataError, GeneratorExit):
         raise
     except Exception as e:
@@ -61,6 +79,8 @@ def open_streams(name: str, limit: int) -> tuple[str, dict[str, Stream]]:
             f"Corpus '{name}' needs the package 'datasets', which is not installed. Run: pip install 'stickymoe[hub]'."
         ) from e
     path, _, subset = name.partition(":")
+    if path.startswith((".", "/")) and not Path(path).exists():
+        raise DataError(f"Corpus '{name}': the folder '{path}' does not exist.")
     with explained(name):
         builder = load_dataset_builder(path, subset or None)
         splits = builder.as_streaming_dataset()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import altair as alt
 
 from stickymoe.paper.frontier import MISSES_FACTOR, TARGET_GAIN, Point, fitting, origin, points
@@ -18,6 +16,7 @@ from stickymoe.reports.charts import (
     inline,
     labels,
     legible,
+    pixels,
     rounded,
 )
 from stickymoe.reports.collection import Group
@@ -55,15 +54,17 @@ def kept_gain(group: Group, capacity: int, *, smaller: Group | None = None) -> C
     target = [{"x": low, "x2": vanilla / MISSES_FACTOR, "y": 100 * TARGET_GAIN, "y2": top}]
     by_seeds = sorted((p for p in shown if p["best"]), key=lambda p: -p["seeds"])
     base = alt.Chart(inline(shown)).encode(x=at_x, y=at_y)
+    width, height = 560, 340
+    x, y = pixels(low, vanilla * 1.25, width, log=True), pixels(floor, top, height)
     return alt.layer(
         alt.Chart(inline(target))
         .mark_rect(color=PALETTE[2], opacity=0.15)
         .encode(x="x:Q", x2="x2:Q", y="y:Q", y2="y2:Q"),
         base.transform_filter("datum.best").mark_line(color=MUTED, strokeDash=[5, 4], interpolate="step-after"),
         _marks(base, shown),
-        labels(legible(by_seeds, shown, lambda p: (math.log(p["misses"]), p["kept"])), at_x, at_y),
+        labels(legible(by_seeds, lambda p: (x(p["misses"]), y(p["kept"]))), at_x, at_y),
         *horizontal_lines(lines, "kept", ["label:N", alt.Tooltip("kept:Q", title="gain kept, %")], at_end=True),
-    ).properties(width=560, height=340)
+    ).properties(width=width, height=height)
 
 
 def _placed(found: list[Point], capacity: int) -> Points:

@@ -6,7 +6,6 @@ floor is the best model that fits and loads nothing; the ceiling is the best one
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import altair as alt
 
 from stickymoe.locality.plan import bytes_text
 from stickymoe.paper.frontier import interval
-from stickymoe.reports.charts import Chart, Points, horizontal_lines, inline, labels, legible, rounded
+from stickymoe.reports.charts import Chart, Points, horizontal_lines, inline, labels, legible, pixels, rounded
 from stickymoe.reports.collection import Group, Row, Run, Value
 from stickymoe.reports.ribbon import PALETTE
 from stickymoe.reports.tables import ALL_SLOTS, MISSING, Cell, Table, number
@@ -302,22 +301,25 @@ def figure(yardstick: Yardstick, memory: float, lines: Sequence[tuple[str, float
     if len(shown) < 2:
         return None
     kinds = [kind for kind in _COLOURS if any(p["kind"] == kind for p in shown)]
+    most = max(p["loaded"] for p in shown) * 1.5
     at_x = alt.X(
         "loaded:Q",
         title="bytes loaded per token (log; none at the left edge)",
-        scale=alt.Scale(type="log", domain=[_NOTHING, max(p["loaded"] for p in shown) * 1.5], nice=False),
+        scale=alt.Scale(type="log", domain=[_NOTHING, most], nice=False),
         axis=alt.Axis(format="~s", values=[10**n for n in range(2, 9)]),
     )
     bits = [p["bits"] for p in (*shown, *others, *top)]
-    scale = alt.Scale(domain=[min(bits) * 0.98, max(bits) * 1.02], nice=False)
-    at_y = alt.Y("bits:Q", title="bits per byte (lower is better)", scale=scale)
+    low, high = min(bits) * 0.98, max(bits) * 1.02
+    at_y = alt.Y("bits:Q", title="bits per byte (lower is better)", scale=alt.Scale(domain=[low, high], nice=False))
     colour = alt.Color(
         "kind:N",
         scale=alt.Scale(domain=kinds, range=[_COLOURS[kind] for kind in kinds]),
         legend=alt.Legend(title=None, orient="bottom", labelLimit=260),
     )
     points = alt.Chart(inline(shown)).mark_point(size=80, filled=True, opacity=0.9)
-    named = legible(shown, shown, lambda p: (math.log(p["loaded"]), p["bits"]))
+    width, height = 700, 360
+    x, y = pixels(_NOTHING, most, width, log=True), pixels(low, high, height)
+    named = legible(shown, lambda p: (x(p["loaded"]), y(p["bits"])), before=lambda p: p["loaded"] > _RIGHT)
     right = [p for p in named if p["loaded"] > _RIGHT]
     value = [alt.Tooltip("bits:Q", title="bits per byte")]
     return alt.layer(
@@ -326,7 +328,7 @@ def figure(yardstick: Yardstick, memory: float, lines: Sequence[tuple[str, float
         labels(right, at_x, at_y, before=True),
         *horizontal_lines(others, "bits", value, at_end=True),
         *horizontal_lines(top, "bits", value, at_end=True, below=True),
-    ).properties(width=620, height=360)
+    ).properties(width=width, height=height)
 
 
 _NOTHING = 100.0  # bytes: where a log axis shows models that load nothing

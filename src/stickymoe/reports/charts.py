@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ Points = list[dict[str, Any]]
 
 INK, MUTED = "#222", "#767676"
 FEWEST_MISSES = 1e-4  # a log axis has no zero
+_GAP, _CHARACTER, _LINE = 8, 5.6, 12  # pixels: from a point to its label, of a character, from line to line
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
 
 
@@ -44,15 +46,32 @@ def variant_style(names: Sequence[str]) -> dict[str, Any]:
     return {"color": variant_colour(names), "shape": alt.Shape("variant:N", scale=scale)}
 
 
-def legible(points: Points, drawn: Points, place: Callable[[dict[str, Any]], tuple[float, float]]) -> Points:
-    """The points whose labels do not overlap: of two that are close, the first. `drawn` gives the size of the chart."""
-    xs, ys = zip(*map(place, drawn), strict=True)
-    wide, high = 0.2 * (max(xs) - min(xs)), 0.035 * (max(ys) - min(ys))
+def pixels(low: float, high: float, length: int, *, log: bool = False) -> Callable[[float], float]:
+    """Where an axis from `low` to `high` of `length` pixels shows a value."""
+    scale = math.log if log else float
+    span = scale(high) - scale(low) or 1.0
+    return lambda value: (scale(value) - scale(low)) / span * length
+
+
+def legible(
+    points: Points,
+    at: Callable[[dict[str, Any]], tuple[float, float]],
+    *,
+    before: Callable[[dict[str, Any]], bool] = lambda _: False,
+) -> Points:
+    """The points whose labels do not overlap: of two that would, the first.
+
+    `at` gives the pixels of a point. Its label follows the point, or ends `before` it.
+    """
     kept: Points = []
+    boxes: list[tuple[float, float, float]] = []  # left, right, middle
     for p in points:
-        x, y = place(p)
-        if all(abs(x - place(q)[0]) > wide or abs(y - place(q)[1]) > high for q in kept):
+        x, y = at(p)
+        width = _CHARACTER * len(p["label"])
+        left = x - _GAP - width if before(p) else x + _GAP
+        if all(left > r or left + width < l or abs(y - m) >= _LINE for l, r, m in boxes):
             kept.append(p)
+            boxes.append((left, left + width, y))
     return kept
 
 
@@ -71,7 +90,7 @@ def horizontal_lines(
 
 def labels(points: Points, x: alt.X, y: alt.Y, *, before: bool = False) -> Chart:
     """The `label` of each point, after the point or `before` it."""
-    side: dict[str, Any] = {"align": "right", "dx": -8} if before else {"align": "left", "dx": 8}
+    side: dict[str, Any] = {"align": "right", "dx": -_GAP} if before else {"align": "left", "dx": _GAP}
     text = alt.Chart(inline(points)).mark_text(**side, dy=-6, fontSize=10, color=INK)
     return text.encode(x=x, y=y, text="label:N")
 

@@ -18,6 +18,7 @@ from stickymoe.reports.charts import (
     inline,
     labels,
     legible,
+    pixels,
     rounded,
     variant_colour,
     variant_style,
@@ -29,6 +30,7 @@ from stickymoe.reports.tables import ALL_SLOTS, capacities
 _DASHES = ([1, 0], [6, 2], [2, 2], [8, 3, 2, 3], [1, 3], [4, 4])  # one per cache policy
 _WORST = 1.12  # times the perplexity of vanilla; worse points are drawn at the edge
 _MAX_CURVE = 50  # points per curve
+_WIDTH, _HEIGHT = 460, 340  # pixels of a trade-off; its axes reach beyond the points
 
 
 def _names(rows: Iterable[Row]) -> list[str]:
@@ -65,7 +67,7 @@ def pareto(group: Group, metric: str, title: str, *, better: str, misses: bool =
             x=at_x, y=at_y, tooltip=tooltip, **variant_style(_names(group.routed))
         ),
         labels(_labelled(points, front, limit, log=misses), at_x, at_y),
-    ).properties(width=460, height=340)
+    ).properties(width=_WIDTH, height=_HEIGHT)
 
 
 def _trade_off(group: Group, metric: str, *, better: str, misses: bool) -> Points:
@@ -104,10 +106,11 @@ def _perplexity_axis(points: Points, limit: float) -> alt.Y:
 
 def _labelled(points: Points, front: Points, limit: float, *, log: bool) -> Points:
     """Vanilla and the points of the front whose labels do not overlap."""
-    scale = math.log if log else float
+    xs, ppls = [p["x"] for p in points], [min(p["ppl"], limit) for p in points]
+    x, y = pixels(min(xs), max(xs), _WIDTH - 90, log=log), pixels(min(ppls), max(ppls), _HEIGHT - 40)
     vanilla = [p for p in points if p["label"] == "vanilla"]
     others = [p for p in front if p not in vanilla]
-    return vanilla + legible(others, points, lambda p: (scale(p["x"]), min(p["ppl"], limit)))
+    return legible([*vanilla, *others], lambda p: (x(p["x"]), y(min(p["ppl"], limit))))
 
 
 def _controls(group: Group, *, at_end: bool) -> list[Chart]:
