@@ -141,6 +141,13 @@ def test_models_are_listed(client):
     assert client.models.retrieve("sticky").id == "sticky"
 
 
+def test_a_name_may_have_a_slash(serve, models):
+    with serve({"org/model": models["vanilla"]}) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        assert client.models.retrieve("org/model").id == "org/model"
+        assert server.text(model="org/model", max_tokens=2)
+
+
 def test_errors_are_those_of_the_client(server, client):
     with pytest.raises(openai.NotFoundError, match="Did you mean 'vanilla'"):
         client.completions.create(model="vanila", prompt="a")

@@ -228,7 +228,7 @@ def make_app(service: Service, *, lifespan: Callable[[FastAPI], Any] | None = No
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_described(worker) for worker in service.workers.values()]}
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name:path}")  # a name may be ORGANISATION/MODEL
     async def model(name: str) -> dict[str, Any]:
         return _described(_find(service, name))
 
