@@ -19,6 +19,7 @@ from browser import NEEDS_BROWSER, chromium, requested
 from stickymoe.cli import main
 from stickymoe.serving.monitor import make_app
 from stickymoe.serving.server import bind, url_of
+from stickymoe.serving.worker import Limits
 
 pytestmark = NEEDS_BROWSER
 
@@ -133,6 +134,16 @@ def test_a_mistake_is_shown_in_one_line(page):
     wait(page, lambda: "reads at most 64" in message.text)
     ask(page, "a", 3)
     wait(page, lambda: done(page) and len(find(page, ".token")) == 3)
+
+
+def test_the_page_asks_for_at_most_what_the_server_writes(browser, serve, models):
+    with serve({"vanilla": models["vanilla"]}, Limits(max_tokens=8)) as server:
+        browser.get(server.url)
+        wait(browser, lambda: find(browser, ".column"))
+        browser.find_element(By.ID, "run").click()
+        wait(browser, lambda: done(browser))
+        assert len(find(browser, ".token")) == 8
+    browser.get_log("browser")
 
 
 def test_a_model_without_experts_answers(page):

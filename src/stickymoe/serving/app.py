@@ -344,6 +344,7 @@ def _described(worker: w.Worker) -> dict[str, Any]:
             "policies": policy_names(online=True, routed=engine.host.keeps_residents),
             "prefetch": settings.prefetch,
             "prefetches": list(PREFETCHES),
+        "max_tokens": worker.limits.max_tokens,
             "throttle": settings.throttle,
         }
     return {"id": worker.name, "object": "model", "created": 0, "owned_by": "stickymoe", "stickymoe": about}

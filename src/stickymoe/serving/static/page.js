@@ -54,16 +54,20 @@ function chooseModels() {
   $("columns").classList.toggle("two", columns.length > 1);
   $("in-turn-label").hidden = columns.length < 2;
   document.body.classList.toggle("dense", columns.every((column) => !column.layers));
-  fitContext();
+  fitTokens();
   fillLayers();
   showEnd();
   say("Ready. Settings apply to the next answer.");
 }
 
-// A small model may read fewer tokens than the page asks for: then half of them are for the prompt.
-function fitContext() {
+// A small model may read fewer tokens than the page asks for: then half of them are for the prompt. And a server may
+// write fewer.
+function fitTokens() {
   const contexts = columns.map((column) => column.info.context).filter(Boolean), least = Math.min(...contexts);
   if (Number($("max-tokens").value) >= least) $("max-tokens").value = Math.max(1, Math.floor(least / 2));
+  const most = Math.min(...columns.map((column) => column.info.max_tokens));
+  if (Number($("max-tokens").value) > most) $("max-tokens").value = most;
+  $("max-tokens").max = most;
 }
 
 function fillLayers() {
