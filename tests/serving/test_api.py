@@ -201,6 +201,16 @@ def test_events_show_experts_and_loads(server):
         assert sum(e[name] for e in passes) == last["stats"][name]
 
 
+def test_events_of_a_model_without_experts_show_its_time(server):
+    body = {"model": "dense", "prompt": PROMPT, "max_tokens": 5, "stream": True, "stickymoe": {"routes": True}}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    events = [json.loads(line.removeprefix("data: "))["stickymoe"] for line in lines[:5]]
+    assert events[0]["slots"] == []
+    assert events[0]["resident_bytes"] == server.workers["dense"].engine.resident_bytes
+    assert all(e["seconds"] > 0 and e["experts"] == e["loads"] == [] and e["misses"] == 0 for e in events)
+
+
 def test_a_saved_trace_simulates_to_the_counts(server, tmp_path):
     options = {"routes": True, "cold": True, "slots": 2, "policy": "lru"}
     answer = server.complete(PROMPT, max_tokens=20, stickymoe=options).json()

@@ -322,8 +322,9 @@ class Worker:
         request, text, host = answer.request, answer.text, self.engine.host
         written = "" if text.stopped else answer.stop.push(answer.stream.push(token))
         slots = None
-        if request.watch and len(text.tokens) == 1 and self.engine.layers is not None:
-            slots = [pool.contents for pool in self.engine.layers.pools]
+        if request.watch and len(text.tokens) == 1:
+            layers = self.engine.layers
+            slots = [] if layers is None else [pool.contents for pool in layers.pools]
         logprob = None if request.logprobs is None else token_logprob(text.logits, token, request.logprobs)
         piece = Piece(token, written, host.decode([token]), logprob, text.last, slots)
         late = not text.ended and time.monotonic() > answer.deadline
