@@ -9,7 +9,7 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,12 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.retry_s = status, retry_s
+        self.status, self.headers = status, dict(headers or {})
+        if retry_s is not None:
+            self.headers["Retry-After"] = str(retry_s)
         kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
         self.body = {
             "error": {
@@ -78,9 +81,8 @@ class ApiError(Exception):
         return cls(400, str(error))
 
     def response(self) -> Response:
-        headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
         # In ASCII: a message may quote a text that is not valid Unicode.
-        return Response(json.dumps(self.body), self.status, headers, media_type="application/json")
+        return Response(json.dumps(self.body), self.status, self.headers, media_type="application/json")
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,8 @@ def _add_error_handlers(app: FastAPI) -> None:
             405: f"{path} does not take {request.method}.",
             400: "The body cannot be read: expected JSON.",
         }
-        return ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).response()
+        message = messages.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
 
 def _invalid(request: Request, error: RequestValidationError) -> ApiError:
@@ -299,11 +302,23 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
         return ApiError(400, f"{where or 'The body'} is missing.", param=where or None)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{where}: this field is not supported; omit it.", param=where)
-    messages = [
-        e["msg"].removeprefix("Value error, ").removeprefix("Input ") for e in errors if _field(e["loc"]) == where
-    ]
-    message = "; or it ".join(dict.fromkeys(m[0].lower() + m[1:] for m in messages))
-    return ApiError(400, f"{where}: got {shown(first.get('input'))}; it {message}.", param=where)
+    expected = "; or it ".join(dict.fromkeys(_expected(e) for e in errors if _field(e["loc"]) == where))
+    message = f"{where or 'The body'}: got {shown(first.get('input'))}; it {expected}."
+    return ApiError(400, message, param=where or None)
+
+
+def _expected(error: Any) -> str:
+    """What pydantic expected of a value, as the rest of a sentence about it."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return "should be an object"
+    for limit, name in (("min_length", "at least"), ("max_length", "at most")):
+        if limit in context:
+            unit = "character" if kind.startswith("string") or isinstance(error["input"], str) else "item"
+            n = context[limit]
+            return f"should have {name} {n} {unit}{'' if n == 1 else 's'}"
+    message: str = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return message[0].lower() + message[1:]
 
 
 def _field(location: Sequence[str | int]) -> str:
@@ -329,6 +344,7 @@ def _described(worker: w.Worker) -> dict[str, Any]:
         "expert_bytes": engine.expert_bytes,
         "context": engine.host.context,
         "chat": engine.host.has_chat,
+        "max_tokens": worker.limits.max_tokens,
         "resident_bytes": engine.resident_bytes,
     }
     if engine.layers is not None and settings is not None:
@@ -344,7 +360,6 @@ def _described(worker: w.Worker) -> dict[str, Any]:
             "policies": policy_names(online=True, routed=engine.host.keeps_residents),
             "prefetch": settings.prefetch,
             "prefetches": list(PREFETCHES),
-        "max_tokens": worker.limits.max_tokens,
             "throttle": settings.throttle,
         }
     return {"id": worker.name, "object": "model", "created": 0, "owned_by": "stickymoe", "stickymoe": about}
@@ -431,12 +446,14 @@ def _max_tokens(worker: w.Worker, prompt_tokens: int, asked: int | None) -> int:
     context = worker.engine.host.context
     room = context - prompt_tokens + 1 if context else most
     if asked is not None and asked > most:
-        raise ApiError(400, f"max_tokens: got {asked}, but this server writes at most {most}.", param="max_tokens")
+        message = f"max_tokens: got {shown(asked)}, but this server writes at most {most}."
+        raise ApiError(400, message, param="max_tokens")
     wanted = min(most, max(room, 1)) if asked is None else asked
     if wanted > room:
+        what_to_do = "shorten the prompt" + (f", or set max_tokens to at most {room}" if room >= 1 else "")
         message = (
             f"The prompt has {prompt_tokens} tokens and {wanted} are to be generated, but the model reads at most "
-            f"{context}: shorten the prompt, or set max_tokens to at most {max(room, 0)}."
+            f"{context}: {what_to_do}."
         )
         raise ApiError(400, message, code="context_length_exceeded", param="prompt" if room < 1 else "max_tokens")
     return wanted
