@@ -43,7 +43,7 @@ def test_mistakes_are_one_line(refused, models, tmp_path):
     refused(model, "--max_tokens", 0, match="--max_tokens: got 0")
     refused(model, "--time_limit", 0, match="--time_limit: got 0")
     refused(model, "--max_body", "huge", match="--max_body")
-    refused(model, "--api_key", "", match="--api_key: got 'a key', expected printable")
+    refused(model, "--api_key", "", match="--api_key: got an empty key or other characters, expected printable")
     refused(model, "--memory", "1kB", "--port", 0, match="memory: got 1 kB")
     refused(model, models["sticky"], "--store", tmp_path / "s", match="one folder for several models")
     with socket.create_server(("127.0.0.1", 0)) as taken:
