@@ -303,6 +303,7 @@ export class Column {
   #buildSlots(slots, layersPerPool) {
     this.#flashed = -1;
     this.root.classList.toggle("many-slots", (slots[0]?.length ?? 0) > 8);
+    this.root.classList.toggle("many-layers", slots.length > 8);
     this.#rows = slots.map((pool, p) => {
       const first = p * layersPerPool, last = first + layersPerPool - 1;
       const row = element("div", "pool"), name = element("button", "pool-name", first === last ? `${first}` : `${first}–${last}`);

@@ -99,7 +99,7 @@ async function run() {
   pause();
   running = new AbortController();
   const { signal } = running, shown = columns, cold = $("cold").checked;
-  say(`${shown.map((column) => column.model.id).join(" and ")} …`);
+  say(shown.length > 1 ? `${shown.map((column) => column.model.id).join(" and ")} answer …` : `${shown[0].model.id} answers …`);
   setRunning(true);
   const answer = (column) => column.run(prompt, options(), cold, signal, showEnd).catch((error) => {
     if (error.name !== "AbortError") fail(error); // at once: the other answer may still run
@@ -141,8 +141,9 @@ function summary(shown) {
   if (!b) return a.speed ? `${a.tokens} tokens, ${number(a.speed)} tokens/s.` : `${a.tokens} tokens.`;
   const parts = [];
   if (a.speed && b.speed) parts.push(`B writes ${number(b.speed / a.speed)}× as many tokens per second as A`);
-  if (a.bytes && b.bytes !== null) parts.push(`reads ${number(b.bytes / a.bytes)}× the bytes per token`);
-  else if (b.bytes) parts.push(`reads ${bytes(b.bytes)} per token (A reads none)`);
+  if (a.bytes && b.bytes) parts.push(`reads ${number(b.bytes / a.bytes)}× the bytes per token`);
+  else if (a.bytes && b.bytes === 0) parts.push(`reads nothing (A reads ${bytes(a.bytes)} per token)`);
+  else if (b.bytes) parts.push(`reads ${bytes(b.bytes)} per token (A reads nothing)`);
   return parts.length ? `${parts.join(" and ")}.` : "";
 }
 
