@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -49,6 +50,14 @@ def test_mistakes_are_one_line(refused, models, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused(model, "--port", port, match=f"port {port} is in use.*--port")
+
+
+def test_a_model_without_a_tokenizer_is_refused_at_the_start(refused, models, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(models["mixtral"], folder)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    refused(folder, "--store", tmp_path / "store", "--port", 0, match="has no tokenizer")
 
 
 def started(models, *options):

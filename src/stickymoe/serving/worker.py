@@ -166,7 +166,7 @@ class Worker:
         self.limits = limits
         self.totals = Totals()
         self._open = open_engine
-        self.engine = open_engine()
+        self.engine = self._opened()
         self.defaults = self.engine.settings
         self.tokens_per_s = 0.0
         self._changed = threading.Condition()
@@ -176,6 +176,15 @@ class Worker:
         self._reported = time.monotonic()
         self._seconds = 1.0  # of an answer, a running mean
         self._thread = threading.Thread(target=self._run, name=f"model {name}", daemon=True)
+
+    def _opened(self) -> Engine:
+        engine = self._open()
+        try:
+            engine.host.decode([])  # loads the tokenizer: without one, no request could be answered
+        except BaseException:
+            engine.close()
+            raise
+        return engine
 
     def start(self) -> None:
         self._thread.start()
@@ -287,7 +296,7 @@ class Worker:
     def _begin(self, request: Request, settings: Settings | None, deadline: float) -> None:
         try:
             if self.engine.closed:
-                self.engine = self._open()
+                self.engine = self._opened()
             engine = self.engine
             if settings is not None and settings != engine.settings:
                 engine.configure(settings)
