@@ -510,6 +510,22 @@ def test_a_failed_read_ends_the_answers_and_the_model_is_opened_again(serve, mod
         assert server.text(max_tokens=6) == expected
 
 
+def test_an_unexpected_error_of_a_request_has_the_shape_of_all_errors(serve, models, monkeypatch):
+    with serve({"vanilla": models["vanilla"]}, slots=2) as server:
+        host = type(server.workers["vanilla"].engine.host)
+
+        def fail(*args, **settings):
+            raise MemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(host, "encode", fail)
+            answer = server.complete(max_tokens=6)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "MemoryError in the server; its log has more."
+        assert answer.json()["error"]["type"] == "server_error"
+        assert server.text(max_tokens=6)
+
+
 def test_an_unexpected_error_ends_an_answer_and_not_the_model(serve, models, monkeypatch):
     from stickymoe.runtime.engine import Engine
 

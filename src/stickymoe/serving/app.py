@@ -27,7 +27,7 @@ from stickymoe.locality.policies import policy_names
 from stickymoe.runtime.engine import PREFETCHES, Stats
 from stickymoe.serving import worker as w
 from stickymoe.serving.metrics import WorkerCollector
-from stickymoe.serving.middleware import BodyLimit, KnownHosts, RequireKey, SecurityHeaders
+from stickymoe.serving.middleware import BodyLimit, KnownHosts, LoggedErrors, RequireKey, SecurityHeaders
 from stickymoe.serving.pages import add_pages
 from stickymoe.serving.schema import ChatBody, CompletionBody, ErrorBody, StickyOptions
 
@@ -41,6 +41,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     413: {"model": ErrorBody, "description": "the request is too large"},
     415: {"model": ErrorBody, "description": "the body is not JSON"},
     429: {"model": ErrorBody, "description": "too many requests wait"},
+    500: {"model": ErrorBody, "description": "an error of the server"},
     503: {"model": ErrorBody, "description": "the server is shutting down, or the model cannot be read"},
 }
 
@@ -62,7 +63,7 @@ class ApiError(Exception):
         self.status, self.headers = status, dict(headers or {})
         if retry_s is not None:
             self.headers["Retry-After"] = str(retry_s)
-        kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = {429: "rate_limit_error", 503: "server_error"}
         self.body = {
             "error": {
                 "message": message,
@@ -207,6 +208,7 @@ def make_app(service: Service, *, lifespan: Callable[[FastAPI], Any] | None = No
         lifespan=lifespan,
         responses=_ERRORS,
     )
+    app.add_middleware(LoggedErrors)
     app.add_middleware(BodyLimit, most=service.limits.body_bytes)
     if service.key is not None:
         app.add_middleware(RequireKey, key=service.key)

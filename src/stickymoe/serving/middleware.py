@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger(__name__)
 
 # The page loads nothing from other hosts, and no other page may show it in a frame.
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
@@ -95,9 +98,32 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
 
+class LoggedErrors:
+    """Answers a request that fails unexpectedly in the shape of all errors. The connection can be used again."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = False
+
+        async def noted(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as e:
+            if began or scope["type"] != "http":
+                raise
+            log.error("%s %s failed", scope["method"], scope["path"], exc_info=e)
+            await _refuse(send, 500, f"{type(e).__name__} in the server; its log has more.")
+
+
 async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
-    kind = "authentication_error" if status == 401 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
+    kinds = {401: "authentication_error", 500: "server_error"}
+    error = {"message": message, "type": kinds.get(status, "invalid_request_error"), "param": None, "code": code}
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
