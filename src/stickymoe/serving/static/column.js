@@ -88,7 +88,7 @@ export class Column {
     this.$("prefetch").value = info.prefetch;
     // The server refuses less than one expert per second.
     const usual = THROTTLES.filter((rate) => rate === null || rate >= info.expert_bytes);
-    const rates = usual.includes(info.throttle) ? usual : [...usual, info.throttle];
+    const rates = [...new Set([...usual, info.throttle])].sort((a, b) => (b ?? Infinity) - (a ?? Infinity));
     const name = (rate) => (rate === null ? "off" : `${bytes(rate).replace(/\.0+ /, " ")}/s`);
     this.$("throttle").replaceChildren(...rates.map((rate) => new Option(name(rate), JSON.stringify(rate))));
     this.$("throttle").value = JSON.stringify(info.throttle);

@@ -18,11 +18,21 @@ function say(text, kind = "") {
 }
 
 function fail(error) {
+  if (error.status === 401) return askForKey();
   say(error.message, "error");
-  if (error.status === 401) {
-    $("key-form").hidden = false;
-    $("key").focus();
-  } else if (!(error instanceof api.RequestError)) console.error(error);
+  if (!(error instanceof api.RequestError)) console.error(error);
+}
+
+function askForKey() {
+  if (api.storedKey()) say("The key is wrong.", "error");
+  else say("This server asks for a key.");
+  showForms(models.length > 0);
+  $("key-form").hidden = false;
+  $("key").focus();
+}
+
+function showForms(yes) {
+  for (const id of ["ask", "legend", "player"]) $(id).hidden = !yes;
 }
 
 // --- models and columns ---
@@ -35,6 +45,7 @@ async function start() {
   }
   if (!models.length) return say("The server has no model.", "error");
   $("key-form").hidden = true;
+  showForms(true);
   $("model").replaceChildren(...models.map((m) => new Option(m.id, m.id)));
   $("compare").replaceChildren(new Option("none", ""), ...models.map((m) => new Option(m.id, m.id)));
   chooseModels();
@@ -217,6 +228,7 @@ document.addEventListener("keydown", (event) => {
 });
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
+  if (!/^[ -~]*$/.test($("key").value)) return say("The key is wrong: it has only printable ASCII characters.", "error");
   api.storeKey($("key").value);
   if (models.length) { $("key-form").hidden = true; run(); } else start();
 });
