@@ -94,6 +94,27 @@ def test_a_server_that_is_stopped_ends_its_answers_with_an_event(sig, models):
         process.stderr.close()
 
 
+def test_a_client_that_stops_sending_does_not_delay_the_end(models):
+    process, url, _ = started([models["vanilla"]])
+    address, port = url.removeprefix("http://").split(":")
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n"
+    )
+    try:
+        with socket.create_connection((address, int(port)), timeout=60) as client:
+            client.sendall(head + b'\r\n{"model"')
+            assert httpx.get(f"{url}/health").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            answer = client.recv(10_000)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
 def test_the_key_may_come_from_the_environment(models, monkeypatch):
     monkeypatch.setenv("STICKYMOE_API_KEY", "from the environment")
     process, url, _ = started([models["vanilla"]])

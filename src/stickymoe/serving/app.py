@@ -209,7 +209,11 @@ def make_app(service: Service, *, lifespan: Callable[[FastAPI], Any] | None = No
         responses=_ERRORS,
     )
     app.add_middleware(LoggedErrors)
-    app.add_middleware(BodyLimit, most=service.limits.body_bytes)
+    app.add_middleware(
+        BodyLimit,
+        most=service.limits.body_bytes,
+        stopping=lambda: any(worker.stopping for worker in service.workers.values()),
+    )
     if service.key is not None:
         app.add_middleware(RequireKey, key=service.key)
     if service.hosts is not None:

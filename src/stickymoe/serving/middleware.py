@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_POLL_S = 0.2  # how often an incomplete request asks whether the server stops
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +75,12 @@ class RequireKey:
 
 
 class BodyLimit:
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    """Refuses bodies that are too large, and those that are not complete when the server stops."""
+
+    def __init__(self, app: ASGIApp, most: int, stopping: Callable[[], bool]) -> None:
         self._app = app
         self._most = most
+        self._stopping = stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,17 +91,29 @@ class BodyLimit:
         if not announced.isdecimal() or int(announced[:18]) > self._most:
             await _refuse(send, 413, message)
             return
-        received = 0
+        received, complete = 0, False
 
         async def counted() -> Message:
-            nonlocal received
-            part = await receive()
+            nonlocal received, complete
+            part = await (receive() if complete else self._part(receive))
             received += len(part.get("body", b""))
+            complete = not part.get("more_body", False)
             if received > self._most:
                 raise HTTPException(413, message)
             return part
 
         await self._app(scope, counted, send)
+
+    async def _part(self, receive: Receive) -> Message:
+        """The next part of a body. A client that sends none must not delay the end of the server."""
+        waiting = asyncio.ensure_future(receive())
+        try:
+            while not (await asyncio.wait({waiting}, timeout=_POLL_S))[0]:
+                if self._stopping():
+                    raise HTTPException(503, "The server is shutting down.")
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
 
 class LoggedErrors:

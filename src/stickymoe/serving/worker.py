@@ -199,6 +199,10 @@ class Worker:
         """Answers that take turns."""
         return len(self._running)
 
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
     def checked(self, given: dict[str, Any]) -> Settings | None:
         """The settings of a request: those of the server with changes; refused if they exceed its budget."""
         base = self.defaults
