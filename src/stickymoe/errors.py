@@ -57,8 +57,8 @@ def unknown(kind: str, name: str, known: Iterable[str], *, or_else: str | None =
     name = name if len(name) <= 80 else name[:80] + "…"
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
     if near:
-        return f"Unknown {kind} '{name}'. Did you mean {' or '.join(repr(n) for n in near)}?"
-    return f"Unknown {kind} '{name}'. {or_else or 'Known: ' + ', '.join(known) + '.'}"
+        return f"Unknown {kind} {name!r}. Did you mean {' or '.join(repr(n) for n in near)}?"
+    return f"Unknown {kind} {name!r}. {or_else or 'Known: ' + ', '.join(known) + '.'}"
 
 
 def require(ok: bool, key: str, given: object, expected: str) -> None:

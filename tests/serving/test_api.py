@@ -141,6 +141,13 @@ def test_models_are_listed(client):
     assert client.models.retrieve("sticky").id == "sticky"
 
 
+def test_a_name_may_have_a_slash(serve, models):
+    with serve({"org/model": models["vanilla"]}) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        assert client.models.retrieve("org/model").id == "org/model"
+        assert server.text(model="org/model", max_tokens=2)
+
+
 def test_errors_are_those_of_the_client(server, client):
     with pytest.raises(openai.NotFoundError, match="Did you mean 'vanilla'"):
         client.completions.create(model="vanila", prompt="a")
@@ -192,6 +199,16 @@ def test_events_show_experts_and_loads(server):
         assert all(expert in held for experts, held in zip(event["experts"], slots, strict=True) for expert in experts)
     for name in ("hits", "misses", "bytes_read"):
         assert sum(e[name] for e in passes) == last["stats"][name]
+
+
+def test_events_of_a_model_without_experts_show_its_time(server):
+    body = {"model": "dense", "prompt": PROMPT, "max_tokens": 5, "stream": True, "stickymoe": {"routes": True}}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    events = [json.loads(line.removeprefix("data: "))["stickymoe"] for line in lines[:5]]
+    assert events[0]["slots"] == []
+    assert events[0]["resident_bytes"] == server.workers["dense"].engine.resident_bytes
+    assert all(e["seconds"] > 0 and e["experts"] == e["loads"] == [] and e["misses"] == 0 for e in events)
 
 
 def test_a_saved_trace_simulates_to_the_counts(server, tmp_path):
@@ -252,10 +269,12 @@ BAD = {
     "unknown token": ({"prompt": [1, 256]}, 400, "0 … 255"),
     "negative token": ({"prompt": [-1]}, 400, "0 … 255"),
     "long prompt": ({"prompt": "a" * 65}, 400, "reads at most 64"),
+    "no room for a token": ({"prompt": "a" * 65, "max_tokens": 1}, 400, "reads at most 64: shorten the prompt."),
     "no room": ({"max_tokens": 64, "prompt": "ab"}, 400, "at most 63"),
     "many tokens": ({"max_tokens": 65}, 400, "writes at most 64"),
     "no tokens": ({"max_tokens": 0}, 400, "max_tokens"),
     "huge number": ({"max_tokens": 10**30}, 400, "max_tokens"),
+    "number of many digits": ({"max_tokens": 10**4000}, 400, "max_tokens: got 1000"),
     "text for a number": ({"temperature": "hot"}, 400, "temperature: got 'hot'"),
     "negative temperature": ({"temperature": -1}, 400, "temperature"),
     "top_p": ({"top_p": 0}, 400, "top_p"),
@@ -263,8 +282,12 @@ BAD = {
     "penalty": ({"presence_penalty": 1}, 400, "presence_penalty"),
     "echo": ({"echo": True}, 400, "echo"),
     "unknown field": ({"tempreature": 1}, 400, "tempreature: this field is not supported"),
-    "many stops": ({"stop": ["a"] * 5}, 400, "stop"),
-    "empty stop": ({"stop": ""}, 400, "stop"),
+    "many stops": ({"stop": ["a"] * 5}, 400, "it should have at most 4 items"),
+    "empty stop": ({"stop": ""}, 400, "stop: got ''; it should have at least 1 character; or"),
+    "long stop": ({"stop": ["a" * 257]}, 400, "it should have at most 256 characters"),
+    "long name": ({"model": "a" * 513}, 400, "it should have at most 512 characters"),
+    "name in two lines": ({"model": "vanill\na"}, 404, r"Unknown model 'vanill\na'"),
+    "text for settings": ({"stickymoe": "fast"}, 400, "stickymoe: got 'fast'; it should be an object"),
     "surrogate": ({"prompt": "\ud800"}, 400, "prompt: got '\\ud800'; it should be text in Unicode"),
     "number for a prompt": ({"prompt": 5}, 400, "prompt: got 5; it should be a valid string; or it should be a valid"),
     "fraction of a token": ({"prompt": [1.5]}, 400, "prompt.0: got 1.5; it should be a valid"),
@@ -290,6 +313,7 @@ def test_what_cannot_be_answered_is_one_clear_message(case, server):
     assert answer.status_code == status, error
     assert match in error["message"]
     assert "\n" not in error["message"]
+    assert len(error["message"]) < 300
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert server.text(max_tokens=2)
@@ -310,6 +334,8 @@ def test_what_cannot_be_answered_is_one_clear_message(case, server):
         (b'{"model":"vanilla","prompt":"a"}', {"Content-Type": "text/plain"}, 415, "Content-Type: application/json"),
         (b"x" * 1_000_001, {"Content-Type": "application/json"}, 413, "larger than 1000000 bytes"),
         (b"", {"Content-Type": "application/json"}, 400, "missing"),
+        (b"[]", {"Content-Type": "application/json"}, 400, "The body: got []; it should be an object."),
+        (b"null", {"Content-Type": "application/json"}, 400, "The body: got None; it should be an object."),
     ],
 )
 def test_bodies_that_cannot_be_read_are_refused(content, headers, status, match, server):
@@ -344,6 +370,7 @@ def test_unknown_paths_and_methods_have_the_same_shape(server):
         answer = server.http.request(method, path)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert (answer.headers.get("Allow") == "GET") == (status == 405)
 
 
 # Who may ask
@@ -481,6 +508,22 @@ def test_a_failed_read_ends_the_answers_and_the_model_is_opened_again(serve, mod
         assert answer.status_code == 503
         assert "expert 3 of layer 1 is damaged" in answer.json()["error"]["message"]
         assert server.text(max_tokens=6) == expected
+
+
+def test_an_unexpected_error_of_a_request_has_the_shape_of_all_errors(serve, models, monkeypatch):
+    with serve({"vanilla": models["vanilla"]}, slots=2) as server:
+        host = type(server.workers["vanilla"].engine.host)
+
+        def fail(*args, **settings):
+            raise MemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(host, "encode", fail)
+            answer = server.complete(max_tokens=6)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "MemoryError in the server; its log has more."
+        assert answer.json()["error"]["type"] == "server_error"
+        assert server.text(max_tokens=6)
 
 
 def test_an_unexpected_error_ends_an_answer_and_not_the_model(serve, models, monkeypatch):

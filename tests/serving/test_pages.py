@@ -19,6 +19,7 @@ from browser import NEEDS_BROWSER, chromium, requested
 from stickymoe.cli import main
 from stickymoe.serving.monitor import make_app
 from stickymoe.serving.server import bind, url_of
+from stickymoe.serving.worker import Limits
 
 pytestmark = NEEDS_BROWSER
 
@@ -111,6 +112,19 @@ def test_two_models_answer_side_by_side_and_a_throttle_slows_one(page):
     assert quiet(page) == []
 
 
+def test_an_answer_can_be_stopped_and_replayed(page, server):
+    throttle = Select(find(page, ".throttle")[0])
+    throttle.select_by_index(len(throttle.options) - 1)
+    ask(page, tokens=50)
+    wait(page, lambda: len(find(page, ".token")) > 1)
+    page.find_element(By.ID, "stop").click()
+    wait(page, lambda: page.find_element(By.ID, "message").text == "Stopped.")
+    assert find(page, ".state")[0].text == "stopped"
+    assert page.find_element(By.ID, "play").is_enabled()
+    wait(page, lambda: server.workers["vanilla"].running == 0)
+    assert quiet(page) == []
+
+
 def test_the_page_works_with_the_keyboard(page):
     field = page.find_element(By.ID, "prompt")
     fill(page, "max-tokens", 5)
@@ -135,19 +149,51 @@ def test_a_mistake_is_shown_in_one_line(page):
     wait(page, lambda: done(page) and len(find(page, ".token")) == 3)
 
 
+def test_a_connection_that_breaks_is_shown_in_one_line(page):
+    broken = "window.fetch = async () => new Response(new ReadableStream({pull: c => c.error(new TypeError('x'))}))"
+    page.execute_script(broken)
+    ask(page)
+    wait(page, lambda: "The answer ended early" in page.find_element(By.ID, "message").text)
+    assert find(page, ".state")[0].text == "failed"
+    assert quiet(page) == []
+
+
+def test_the_controls_begin_with_what_the_server_was_started_with(browser, serve, models):
+    with serve({"vanilla": models["vanilla"]}, Limits(max_tokens=8), throttle=5_000_000) as server:
+        browser.get(server.url)
+        wait(browser, lambda: find(browser, ".column"))
+        throttle = Select(find(browser, ".throttle")[0])
+        assert throttle.first_selected_option.text == "5 MB/s"
+        names = [option.text for option in throttle.options]
+        assert names[:6] == ["off", "1 GB/s", "200 MB/s", "50 MB/s", "10 MB/s", "5 MB/s"]
+        browser.find_element(By.ID, "run").click()
+        wait(browser, lambda: done(browser))
+        assert len(find(browser, ".token")) == 8
+    browser.get_log("browser")
+
+
 def test_a_model_without_experts_answers(page):
     Select(page.find_element(By.ID, "model")).select_by_visible_text("dense")
     ask(page, "The", 5)
     wait(page, lambda: done(page))
     assert not find(page, ".slot")
+    # The time is that of the server: events may arrive together.
+    times = page.execute_script("return performance.getEntriesByName(location.origin + '/v1/completions')[0].duration")
+    assert speed(page) > 4 / (times / 1000)
     assert quiet(page) == []
 
 
 def test_a_key_is_asked_for(browser, serve, models):
     with serve({"vanilla": models["vanilla"]}, key="secret") as server:
         browser.get(server.url)
-        wait(browser, lambda: browser.find_element(By.ID, "key").is_displayed())
-        browser.find_element(By.ID, "key").send_keys("secret", Keys.ENTER)
+        key, message = browser.find_element(By.ID, "key"), browser.find_element(By.ID, "message")
+        wait(browser, lambda: key.is_displayed() and message.text == "This server asks for a key.")
+        for wrong, answer in (("ключ", "The key is wrong: it has only printable ASCII"), ("sec", "The key is wrong.")):
+            key.send_keys(wrong, Keys.ENTER)
+            wait(browser, lambda answer=answer: message.text.startswith(answer))
+            key.clear()
+        assert not browser.find_element(By.ID, "run").is_displayed()
+        key.send_keys("secret", Keys.ENTER)
         wait(browser, lambda: find(browser, ".column"))
         ask(browser, "The", 4)
         wait(browser, lambda: done(browser))

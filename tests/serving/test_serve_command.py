@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -43,7 +45,7 @@ def test_mistakes_are_one_line(refused, models, tmp_path):
     refused(model, "--max_tokens", 0, match="--max_tokens: got 0")
     refused(model, "--time_limit", 0, match="--time_limit: got 0")
     refused(model, "--max_body", "huge", match="--max_body")
-    refused(model, "--api_key", "", match="--api_key: got 'a key', expected printable")
+    refused(model, "--api_key", "", match="--api_key: got an empty key or other characters, expected printable")
     refused(model, "--memory", "1kB", "--port", 0, match="memory: got 1 kB")
     refused(model, models["sticky"], "--store", tmp_path / "s", match="one folder for several models")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -51,25 +53,37 @@ def test_mistakes_are_one_line(refused, models, tmp_path):
         refused(model, "--port", port, match=f"port {port} is in use.*--port")
 
 
+def test_a_model_without_a_tokenizer_is_refused_at_the_start(refused, models, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(models["mixtral"], folder)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    refused(folder, "--store", tmp_path / "store", "--port", 0, match="has no tokenizer")
+
+
+@contextmanager
 def started(models, *options):
-    """The command in a process, and its address."""
+    """The command in a process, its address, and what it showed at its start."""
     command = [sys.executable, "-m", "stickymoe.cli", "serve", *map(str, models), "--port", "0", *map(str, options)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        found = re.search(r"Serving on (http://\S+)/ ", line)
-        if found:
-            return process, found[1], "".join(lines)
-    raise AssertionError("".join(lines))
+    shown = ""
+    try:
+        for line in process.stderr:
+            shown += line
+            if "Serving on" in line:
+                break
+        yield process, re.search(r"Serving on (http://\S+)/ ", shown)[1], shown
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_is_stopped_ends_its_answers_with_an_event(sig, models):
     folders = [f"first={models['vanilla']}", models["sticky"]]
-    process, url, shown = started(folders, "--slots", 1, "--throttle", "60kB")
-    assert "first: 1 of 5 experts per layer in memory" in shown
-    try:
+    with started(folders, "--slots", 1, "--throttle", "60kB") as (process, url, shown):
+        assert "first: 1 of 5 experts per layer in memory" in shown
         body = {"model": "first", "prompt": "ab", "max_tokens": 60, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
@@ -79,22 +93,29 @@ def test_a_server_that_is_stopped_ends_its_answers_with_an_event(sig, models):
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["message"] == "The server is shutting down."
         assert process.wait(60) == 0
         assert process.stderr.read() == ""
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+
+
+def test_a_client_that_stops_sending_does_not_delay_the_end(models):
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n"
+    )
+    with started([models["vanilla"]]) as (process, url, _):
+        address, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((address, int(port)), timeout=60) as client:
+            client.sendall(head + b'\r\n{"model"')
+            assert httpx.get(f"{url}/health").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            answer = client.recv(10_000)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
 
 
 def test_the_key_may_come_from_the_environment(models, monkeypatch):
     monkeypatch.setenv("STICKYMOE_API_KEY", "from the environment")
-    process, url, _ = started([models["vanilla"]])
-    try:
+    with started([models["vanilla"]]) as (process, url, _):
         assert httpx.get(f"{url}/v1/models").status_code == 401
         headers = {"Authorization": "Bearer from the environment"}
         assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()

@@ -66,7 +66,8 @@ def serve_command(argv: list[str]) -> None:
     secret: str | None = os.environ.get(KEY_VARIABLE) or None if args.api_key is None else args.api_key
     if secret is not None:
         usable = bool(secret) and secret.isprintable() and secret.isascii()
-        require(usable, "--api_key", "a key", "printable ASCII characters")
+        if not usable:  # without the key, which is a secret
+            raise ConfigError("--api_key: got an empty key or other characters, expected printable ASCII characters.")
 
     def ready(url: str, workers: Mapping[str, Worker]) -> None:
         from stickymoe.locality.plan import bytes_text
@@ -76,9 +77,9 @@ def serve_command(argv: list[str]) -> None:
             held = (
                 "no experts"
                 if engine.layers is None
-                else f"{engine.slots} of {engine.layers.contents.n_experts} experts"
+                else f"{engine.slots} of {engine.layers.contents.n_experts} experts per layer in memory"
             )
-            print(f"{name}: {held} per layer in memory, {bytes_text(engine.resident_bytes)} resident", file=sys.stderr)
+            print(f"{name}: {held}, {bytes_text(engine.resident_bytes)} resident", file=sys.stderr)
         if secret is None and not url.startswith(("http://127.", "http://[::1]")):
             print("stickymoe: anyone who reaches this address can use it; set --api_key", file=sys.stderr)
         print(f"Serving on {url} (page) and {url}v1 (OpenAI's protocol). Ctrl-C stops it.", file=sys.stderr, flush=True)

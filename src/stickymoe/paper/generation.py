@@ -141,6 +141,7 @@ def setting(models: Mapping[str, Texts]) -> str:
 def conclusion(models: Mapping[str, Texts]) -> str:
     """What the second model gains and costs relative to the first, and the control that both must be compared with."""
     (a, base), (b, other) = models.items()
+    change = other.ppl / base.ppl - 1
     fewer = base.misses / other.misses if other.misses else math.inf
     counts = "; ".join(f"{name} {t.simulated:,} and {t.counted:,}" for name, t in models.items())
     return (
@@ -149,8 +150,8 @@ def conclusion(models: Mapping[str, Texts]) -> str:
         f"{b} has {fewer:.1f} × fewer misses than {a} in these texts ({other.misses:,} instead of {base.misses:,}), "
         "because its router has a budget of loads. "
         f"It generates {other.tokens_per_s / base.tokens_per_s:.1f} × as fast. "
-        f"Its perplexity is {other.ppl / base.ppl - 1:+.1%} (one seed; a short training favours routers that hash the "
-        "token, as this one does).\n"
+        f"Its perplexity is {abs(change):.1%} {'higher' if change > 0 else 'lower'} "
+        "(one seed; a short training favours routers that hash the token, as this one does).\n"
         f"Control: a model with just the {base.slots} experts that fit loads nothing. docs/frontier.md compares it.\n"
         f"Misses including the prompts, simulated and counted: {counts}."
     )

@@ -225,7 +225,7 @@ class Text:
         self._most = max_new_tokens
         self._choose = sampling.chooser()
         self._stop_ids = stop_ids
-        self._watch = watch and engine.layers is not None
+        self._watch = watch
         self._notes = None if engine.layers is None else engine.layers.new_notes()
         self._host_text: HostText | None = None
         self._start = self._first = self._latest = time.perf_counter()
@@ -288,12 +288,13 @@ class Text:
         return token
 
     def _pass(self, before: NDArray[np.float64], changes: list[list[Change]], seconds: float) -> Pass:
-        assert self._notes is not None
         self._engine.charge(self)
+        S: list[Any] = [] if self._notes is None else self._notes.S[-1]
+        w: list[Any] = [] if self._notes is None else self._notes.w[-1]
         cost = dict(zip(_MEASURED, (self.charged - before).tolist(), strict=True))
         return Pass(
-            S=[S[-1].tolist() for S in self._notes.S[-1]],
-            w=[w[-1].tolist() for w in self._notes.w[-1]],
+            S=[of_layer[-1].tolist() for of_layer in S],
+            w=[of_layer[-1].tolist() for of_layer in w],
             changes=changes,
             hits=int(cost["hits"]),
             misses=int(cost["misses"]),

@@ -9,7 +9,7 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from stickymoe.locality.policies import policy_names
 from stickymoe.runtime.engine import PREFETCHES, Stats
 from stickymoe.serving import worker as w
 from stickymoe.serving.metrics import WorkerCollector
-from stickymoe.serving.middleware import BodyLimit, KnownHosts, RequireKey, SecurityHeaders
+from stickymoe.serving.middleware import BodyLimit, KnownHosts, LoggedErrors, RequireKey, SecurityHeaders
 from stickymoe.serving.pages import add_pages
 from stickymoe.serving.schema import ChatBody, CompletionBody, ErrorBody, StickyOptions
 
@@ -41,6 +41,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     413: {"model": ErrorBody, "description": "the request is too large"},
     415: {"model": ErrorBody, "description": "the body is not JSON"},
     429: {"model": ErrorBody, "description": "too many requests wait"},
+    500: {"model": ErrorBody, "description": "an error of the server"},
     503: {"model": ErrorBody, "description": "the server is shutting down, or the model cannot be read"},
 }
 
@@ -56,10 +57,13 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.retry_s = status, retry_s
-        kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        self.status, self.headers = status, dict(headers or {})
+        if retry_s is not None:
+            self.headers["Retry-After"] = str(retry_s)
+        kind = {429: "rate_limit_error", 503: "server_error"}
         self.body = {
             "error": {
                 "message": message,
@@ -78,9 +82,8 @@ class ApiError(Exception):
         return cls(400, str(error))
 
     def response(self) -> Response:
-        headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
         # In ASCII: a message may quote a text that is not valid Unicode.
-        return Response(json.dumps(self.body), self.status, headers, media_type="application/json")
+        return Response(json.dumps(self.body), self.status, self.headers, media_type="application/json")
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,12 @@ def make_app(service: Service, *, lifespan: Callable[[FastAPI], Any] | None = No
         lifespan=lifespan,
         responses=_ERRORS,
     )
-    app.add_middleware(BodyLimit, most=service.limits.body_bytes)
+    app.add_middleware(LoggedErrors)
+    app.add_middleware(
+        BodyLimit,
+        most=service.limits.body_bytes,
+        stopping=lambda: any(worker.stopping for worker in service.workers.values()),
+    )
     if service.key is not None:
         app.add_middleware(RequireKey, key=service.key)
     if service.hosts is not None:
@@ -228,7 +236,7 @@ def make_app(service: Service, *, lifespan: Callable[[FastAPI], Any] | None = No
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_described(worker) for worker in service.workers.values()]}
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name:path}")  # a name may be ORGANISATION/MODEL
     async def model(name: str) -> dict[str, Any]:
         return _described(_find(service, name))
 
@@ -282,7 +290,8 @@ def _add_error_handlers(app: FastAPI) -> None:
             405: f"{path} does not take {request.method}.",
             400: "The body cannot be read: expected JSON.",
         }
-        return ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).response()
+        message = messages.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
 
 def _invalid(request: Request, error: RequestValidationError) -> ApiError:
@@ -299,11 +308,23 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
         return ApiError(400, f"{where or 'The body'} is missing.", param=where or None)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{where}: this field is not supported; omit it.", param=where)
-    messages = [
-        e["msg"].removeprefix("Value error, ").removeprefix("Input ") for e in errors if _field(e["loc"]) == where
-    ]
-    message = "; or it ".join(dict.fromkeys(m[0].lower() + m[1:] for m in messages))
-    return ApiError(400, f"{where}: got {shown(first.get('input'))}; it {message}.", param=where)
+    expected = "; or it ".join(dict.fromkeys(_expected(e) for e in errors if _field(e["loc"]) == where))
+    message = f"{where or 'The body'}: got {shown(first.get('input'))}; it {expected}."
+    return ApiError(400, message, param=where or None)
+
+
+def _expected(error: Any) -> str:
+    """What pydantic expected of a value, as the rest of a sentence about it."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return "should be an object"
+    for limit, name in (("min_length", "at least"), ("max_length", "at most")):
+        if limit in context:
+            unit = "character" if kind.startswith("string") or isinstance(error["input"], str) else "item"
+            n = context[limit]
+            return f"should have {name} {n} {unit}{'' if n == 1 else 's'}"
+    message: str = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return message[0].lower() + message[1:]
 
 
 def _field(location: Sequence[str | int]) -> str:
@@ -329,6 +350,7 @@ def _described(worker: w.Worker) -> dict[str, Any]:
         "expert_bytes": engine.expert_bytes,
         "context": engine.host.context,
         "chat": engine.host.has_chat,
+        "max_tokens": worker.limits.max_tokens,
         "resident_bytes": engine.resident_bytes,
     }
     if engine.layers is not None and settings is not None:
@@ -430,12 +452,14 @@ def _max_tokens(worker: w.Worker, prompt_tokens: int, asked: int | None) -> int:
     context = worker.engine.host.context
     room = context - prompt_tokens + 1 if context else most
     if asked is not None and asked > most:
-        raise ApiError(400, f"max_tokens: got {asked}, but this server writes at most {most}.", param="max_tokens")
+        message = f"max_tokens: got {shown(asked)}, but this server writes at most {most}."
+        raise ApiError(400, message, param="max_tokens")
     wanted = min(most, max(room, 1)) if asked is None else asked
     if wanted > room:
+        what_to_do = "shorten the prompt" + (f", or set max_tokens to at most {room}" if room >= 1 else "")
         message = (
             f"The prompt has {prompt_tokens} tokens and {wanted} are to be generated, but the model reads at most "
-            f"{context}: shorten the prompt, or set max_tokens to at most {max(room, 0)}."
+            f"{context}: {what_to_do}."
         )
         raise ApiError(400, message, code="context_length_exceeded", param="prompt" if room < 1 else "max_tokens")
     return wanted

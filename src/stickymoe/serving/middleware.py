@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_POLL_S = 0.2  # how often an incomplete request asks whether the server stops
+
+log = logging.getLogger(__name__)
 
 # The page loads nothing from other hosts, and no other page may show it in a frame.
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
@@ -69,9 +75,12 @@ class RequireKey:
 
 
 class BodyLimit:
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    """Refuses bodies that are too large, and those that are not complete when the server stops."""
+
+    def __init__(self, app: ASGIApp, most: int, stopping: Callable[[], bool]) -> None:
         self._app = app
         self._most = most
+        self._stopping = stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,22 +91,57 @@ class BodyLimit:
         if not announced.isdecimal() or int(announced[:18]) > self._most:
             await _refuse(send, 413, message)
             return
-        received = 0
+        received, complete = 0, False
 
         async def counted() -> Message:
-            nonlocal received
-            part = await receive()
+            nonlocal received, complete
+            part = await (receive() if complete else self._part(receive))
             received += len(part.get("body", b""))
+            complete = not part.get("more_body", False)
             if received > self._most:
                 raise HTTPException(413, message)
             return part
 
         await self._app(scope, counted, send)
 
+    async def _part(self, receive: Receive) -> Message:
+        """The next part of a body. A client that sends none must not delay the end of the server."""
+        waiting = asyncio.ensure_future(receive())
+        try:
+            while not (await asyncio.wait({waiting}, timeout=_POLL_S))[0]:
+                if self._stopping():
+                    raise HTTPException(503, "The server is shutting down.")
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+
+class LoggedErrors:
+    """Answers a request that fails unexpectedly in the shape of all errors. The connection can be used again."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = False
+
+        async def noted(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as e:
+            if began or scope["type"] != "http":
+                raise
+            log.error("%s %s failed", scope["method"], scope["path"], exc_info=e)
+            await _refuse(send, 500, f"{type(e).__name__} in the server; its log has more.")
+
 
 async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
-    kind = "authentication_error" if status == 401 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
+    kinds = {401: "authentication_error", 500: "server_error"}
+    error = {"message": message, "type": kinds.get(status, "invalid_request_error"), "param": None, "code": code}
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:

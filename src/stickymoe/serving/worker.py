@@ -166,7 +166,7 @@ class Worker:
         self.limits = limits
         self.totals = Totals()
         self._open = open_engine
-        self.engine = open_engine()
+        self.engine = self._opened()
         self.defaults = self.engine.settings
         self.tokens_per_s = 0.0
         self._changed = threading.Condition()
@@ -176,6 +176,15 @@ class Worker:
         self._reported = time.monotonic()
         self._seconds = 1.0  # of an answer, a running mean
         self._thread = threading.Thread(target=self._run, name=f"model {name}", daemon=True)
+
+    def _opened(self) -> Engine:
+        engine = self._open()
+        try:
+            engine.host.decode([])  # loads the tokenizer: without one, no request could be answered
+        except BaseException:
+            engine.close()
+            raise
+        return engine
 
     def start(self) -> None:
         self._thread.start()
@@ -189,6 +198,10 @@ class Worker:
     def running(self) -> int:
         """Answers that take turns."""
         return len(self._running)
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
 
     def checked(self, given: dict[str, Any]) -> Settings | None:
         """The settings of a request: those of the server with changes; refused if they exceed its budget."""
@@ -287,7 +300,7 @@ class Worker:
     def _begin(self, request: Request, settings: Settings | None, deadline: float) -> None:
         try:
             if self.engine.closed:
-                self.engine = self._open()
+                self.engine = self._opened()
             engine = self.engine
             if settings is not None and settings != engine.settings:
                 engine.configure(settings)
@@ -322,8 +335,9 @@ class Worker:
         request, text, host = answer.request, answer.text, self.engine.host
         written = "" if text.stopped else answer.stop.push(answer.stream.push(token))
         slots = None
-        if request.watch and len(text.tokens) == 1 and self.engine.layers is not None:
-            slots = [pool.contents for pool in self.engine.layers.pools]
+        if request.watch and len(text.tokens) == 1:
+            layers = self.engine.layers
+            slots = [] if layers is None else [pool.contents for pool in layers.pools]
         logprob = None if request.logprobs is None else token_logprob(text.logits, token, request.logprobs)
         piece = Piece(token, written, host.decode([token]), logprob, text.last, slots)
         late = not text.ended and time.monotonic() > answer.deadline

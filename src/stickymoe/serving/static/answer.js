@@ -11,7 +11,6 @@ export class Answer {
     this.totals = [];
     this.trace = null;
     this.cut = null;
-    this.began = performance.now();
     this.resident = null;
   }
 
@@ -20,8 +19,7 @@ export class Answer {
   add({ text, event, finish }) {
     if (event?.trace) this.trace = event.trace;
     if (event?.cut) this.cut = event.cut;
-    if (!finish && (event || text)) {
-      event ??= this.#withoutRoutes(text);
+    if (!finish && event) {
       this.resident ??= event.resident_bytes ?? null;
       this.events.push(event);
       this.texts.push(text);
@@ -30,13 +28,6 @@ export class Answer {
     }
     if (text && this.length) this.texts[this.length - 1] += text;
     return false;
-  }
-
-  // A model without experts reports no passes: the time of a token is the time since the one before.
-  #withoutRoutes(text) {
-    const now = performance.now(), seconds = (now - this.began) / 1000;
-    this.began = now;
-    return { text, seconds, experts: [], weights: [], loads: [], hits: 0, misses: 0, bytes_read: 0, stall_s: 0 };
   }
 
   // The prompt's pass writes the first token. It is not part of the totals: they describe decoding.

@@ -1,6 +1,7 @@
 // Requests to the server, and the stream of an answer.
 
 const KEY = "stickymoe-key";
+const CLOSED = "The answer ended early: the connection to the server is closed.";
 
 export const storedKey = () => sessionStorage.getItem(KEY) ?? "";
 export const storeKey = (key) => sessionStorage.setItem(KEY, key);
@@ -45,7 +46,10 @@ async function* payloads(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", data = [];
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      throw new RequestError(CLOSED, 0);
+    });
     const lines = (rest + (value ?? "")).split(/\r?\n/);
     rest = done ? "" : lines.pop();
     for (const line of lines) {
@@ -57,7 +61,7 @@ async function* payloads(response) {
         yield JSON.parse(payload);
       }
     }
-    if (done) throw new RequestError("The answer ended early: the connection closed.", 0);
+    if (done) throw new RequestError(CLOSED, 0);
   }
 }
 

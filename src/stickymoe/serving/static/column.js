@@ -88,7 +88,7 @@ export class Column {
     this.$("prefetch").value = info.prefetch;
     // The server refuses less than one expert per second.
     const usual = THROTTLES.filter((rate) => rate === null || rate >= info.expert_bytes);
-    const rates = usual.includes(info.throttle) ? usual : [...usual, info.throttle];
+    const rates = [...new Set([...usual, info.throttle])].sort((a, b) => (b ?? Infinity) - (a ?? Infinity));
     const name = (rate) => (rate === null ? "off" : `${bytes(rate).replace(/\.0+ /, " ")}/s`);
     this.$("throttle").replaceChildren(...rates.map((rate) => new Option(name(rate), JSON.stringify(rate))));
     this.$("throttle").value = JSON.stringify(info.throttle);
@@ -303,6 +303,7 @@ export class Column {
   #buildSlots(slots, layersPerPool) {
     this.#flashed = -1;
     this.root.classList.toggle("many-slots", (slots[0]?.length ?? 0) > 8);
+    this.root.classList.toggle("many-layers", slots.length > 8);
     this.#rows = slots.map((pool, p) => {
       const first = p * layersPerPool, last = first + layersPerPool - 1;
       const row = element("div", "pool"), name = element("button", "pool-name", first === last ? `${first}` : `${first}–${last}`);

@@ -72,7 +72,8 @@ function take(data) {
       known.push(...points);
     }
   }
-  show(data.message ?? "", data.message !== null);
+  show(data.message ?? "", data.message !== null && runs.size > 0); // runs are gone; without any, it only waits
+  for (const part of document.querySelectorAll(".of-runs")) part.hidden = !runs.size;
   drawTable();
   drawCharts();
 }
@@ -151,6 +152,14 @@ function ticks(low, high, log) {
   return found;
 }
 
+/** The labels of an axis, all in one form. */
+function labels(values) {
+  const most = Math.max(...values.map(Math.abs));
+  const short = (v) => Number(v.toPrecision(3));
+  if (most < 0.01) return values.map((v) => (short(v) ? short(v).toExponential() : "0"));
+  return values.map((v) => short(v).toLocaleString("en", { maximumFractionDigits: 6 }));
+}
+
 function drawCharts() {
   for (const chart of CHARTS) {
     const lines = [];
@@ -195,9 +204,10 @@ function draw(chart, lines) {
   const now = lines.map((line) => `${line.run.about.label} ${number(line.points.at(-1)[1])}`).join(", ");
   svg.setAttribute("aria-label", `${chart.title}: ${now}`);
   const parts = [element("text", { x: 4, y: 14 }, chart.title)];
-  for (const v of ticks(low, high, log)) {
+  const marks = ticks(low, high, log), names = labels(marks);
+  for (const [i, v] of marks.entries()) {
     parts.push(element("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(v), y2: y(v) }));
-    parts.push(element("text", { x: LEFT - 6, y: y(v) + 4, "text-anchor": "end" }, number(v)));
+    parts.push(element("text", { x: LEFT - 6, y: y(v) + 4, "text-anchor": "end" }, names[i]));
   }
   for (const step of ticks(0, most, false))
     parts.push(element("text", { x: x(step), y: HEIGHT - 5, "text-anchor": "middle" }, step.toLocaleString("en")));

@@ -18,11 +18,21 @@ function say(text, kind = "") {
 }
 
 function fail(error) {
+  if (error.status === 401) return askForKey();
   say(error.message, "error");
-  if (error.status === 401) {
-    $("key-form").hidden = false;
-    $("key").focus();
-  } else if (!(error instanceof api.RequestError)) console.error(error);
+  if (!(error instanceof api.RequestError)) console.error(error);
+}
+
+function askForKey() {
+  if (api.storedKey()) say("The key is wrong.", "error");
+  else say("This server asks for a key.");
+  showForms(models.length > 0);
+  $("key-form").hidden = false;
+  $("key").focus();
+}
+
+function showForms(yes) {
+  for (const id of ["ask", "legend", "player"]) $(id).hidden = !yes;
 }
 
 // --- models and columns ---
@@ -35,6 +45,7 @@ async function start() {
   }
   if (!models.length) return say("The server has no model.", "error");
   $("key-form").hidden = true;
+  showForms(true);
   $("model").replaceChildren(...models.map((m) => new Option(m.id, m.id)));
   $("compare").replaceChildren(new Option("none", ""), ...models.map((m) => new Option(m.id, m.id)));
   chooseModels();
@@ -54,16 +65,20 @@ function chooseModels() {
   $("columns").classList.toggle("two", columns.length > 1);
   $("in-turn-label").hidden = columns.length < 2;
   document.body.classList.toggle("dense", columns.every((column) => !column.layers));
-  fitContext();
+  fitTokens();
   fillLayers();
   showEnd();
   say("Ready. Settings apply to the next answer.");
 }
 
-// A small model may read fewer tokens than the page asks for: then half of them are for the prompt.
-function fitContext() {
+// A small model may read fewer tokens than the page asks for: then half of them are for the prompt. And a server may
+// write fewer.
+function fitTokens() {
   const contexts = columns.map((column) => column.info.context).filter(Boolean), least = Math.min(...contexts);
   if (Number($("max-tokens").value) >= least) $("max-tokens").value = Math.max(1, Math.floor(least / 2));
+  const most = Math.min(...columns.map((column) => column.info.max_tokens));
+  if (Number($("max-tokens").value) > most) $("max-tokens").value = most;
+  $("max-tokens").max = most;
 }
 
 function fillLayers() {
@@ -95,7 +110,7 @@ async function run() {
   pause();
   running = new AbortController();
   const { signal } = running, shown = columns, cold = $("cold").checked;
-  say(`${shown.map((column) => column.model.id).join(" and ")} …`);
+  say(shown.length > 1 ? `${shown.map((column) => column.model.id).join(" and ")} answer …` : `${shown[0].model.id} answers …`);
   setRunning(true);
   const answer = (column) => column.run(prompt, options(), cold, signal, showEnd).catch((error) => {
     if (error.name !== "AbortError") fail(error); // at once: the other answer may still run
@@ -137,8 +152,9 @@ function summary(shown) {
   if (!b) return a.speed ? `${a.tokens} tokens, ${number(a.speed)} tokens/s.` : `${a.tokens} tokens.`;
   const parts = [];
   if (a.speed && b.speed) parts.push(`B writes ${number(b.speed / a.speed)}× as many tokens per second as A`);
-  if (a.bytes && b.bytes !== null) parts.push(`reads ${number(b.bytes / a.bytes)}× the bytes per token`);
-  else if (b.bytes) parts.push(`reads ${bytes(b.bytes)} per token (A reads none)`);
+  if (a.bytes && b.bytes) parts.push(`reads ${number(b.bytes / a.bytes)}× the bytes per token`);
+  else if (a.bytes && b.bytes === 0) parts.push(`reads nothing (A reads ${bytes(a.bytes)} per token)`);
+  else if (b.bytes) parts.push(`reads ${bytes(b.bytes)} per token (A reads nothing)`);
   return parts.length ? `${parts.join(" and ")}.` : "";
 }
 
@@ -212,6 +228,7 @@ document.addEventListener("keydown", (event) => {
 });
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
+  if (!/^[ -~]*$/.test($("key").value)) return say("The key is wrong: it has only printable ASCII characters.", "error");
   api.storeKey($("key").value);
   if (models.length) { $("key-form").hidden = true; run(); } else start();
 });
