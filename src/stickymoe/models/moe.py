@@ -5,6 +5,7 @@ n tokens, d width, f expert width, N experts, k experts per token, m ≥ n·k ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -95,8 +96,13 @@ class Experts(nn.Module):
             self._repeat_first(self.ties.capacity)
 
     def _repeat_first(self, capacity: int) -> None:
+        self.reorder([e % capacity for e in range(len(self.up_bias))])
+
+    @torch.no_grad()
+    def reorder(self, order: Sequence[int]) -> None:
+        """Give every expert e what expert `order[e]` has of its own."""
         for p in self.stacks().values():
-            p.copy_(p[torch.arange(len(p), device=p.device) % capacity])
+            p.copy_(p[torch.tensor(order, device=p.device)])
 
     @property
     def expert_bytes(self) -> int:
