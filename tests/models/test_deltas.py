@@ -160,6 +160,7 @@ def test_layers_that_share_experts_share_bases():
     model = model_of(model=replace(SIZES, share_block=2))
     first, second = (block.ffn.experts for block in model.blocks)
     assert first is second
+    assert model._no_split_modules == ("Block", "DeltaExperts")
     assert model.other_bytes() + SIZES.n_experts * first.expert_bytes == sum(p.nbytes for p in model.parameters())
 
 

@@ -172,8 +172,6 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.fast = fast
-        # The units that accelerate shards: experts that several layers use are gathered for each of them.
-        self._no_split_modules = ("Block", "Experts") if config.layers_per_pool > 1 else ("Block",)
         self.token_embedding = nn.Embedding(vocab_size, config.d_model)
         self.position_embedding = nn.Embedding(config.seq_len, config.d_model)
         self.blocks = nn.ModuleList()
@@ -181,6 +179,9 @@ class GPT(nn.Module):
             below = self.blocks[-1].ffn if layer % config.layers_per_pool else None
             shared = below.experts if isinstance(below, MoE) else None
             self.blocks.append(Block(config, make_parts(layer), fast, shared))
+        # The units that accelerate shards: experts that several layers use are gathered for each of them.
+        kinds = {type(m).__name__ for m in self.modules() if isinstance(m, Experts)}
+        self._no_split_modules = ("Block", *sorted(kinds)) if config.layers_per_pool > 1 else ("Block",)
         self.final_norm = nn.LayerNorm(config.d_model)
         self._initialise()
 
