@@ -384,6 +384,15 @@ def by_weight(logits_row, experts):
     return sorted(experts, key=lambda e: (-softmax(logits_row)[e], e))
 
 
+def with_difference(base, out, inner):
+    """base + out·inner, entry by entry: [rows, columns], [rows, r] and [r, columns]."""
+    r = len(inner)
+    return [
+        [base[a][b] + sum(out[a][i] * inner[i][b] for i in range(r)) for b in range(len(base[0]))]
+        for a in range(len(base))
+    ]
+
+
 def starts(T, doc):
     """Which tokens of one sequence are the first of a document."""
     return [document_start(None if doc is None else [doc], 0, t) == t for t in range(T)]

@@ -180,11 +180,15 @@ def rows_of(grid):
     return {identity(run) for run in planned}
 
 
+PLANNED = {"rivals.yaml"}  # grids of which rows have not been run yet
+
+
 def test_every_published_row_beyond_the_paper_is_in_a_grid():
     grids = [*sorted((ROOT / "results" / "frontier").glob("*.yaml")), "sharing"]
-    rows = set().union(*map(rows_of, grids))
-    assert rows <= published()
-    assert published() <= rows | rows_of("frontier")
+    rows = {grid: rows_of(grid) for grid in grids}
+    for grid, planned in rows.items():
+        assert (planned <= published()) == (Path(grid).name not in PLANNED), grid
+    assert published() <= set().union(*rows.values(), rows_of("frontier"))
 
 
 def found_rows(*folders, experts=4):

@@ -670,6 +670,7 @@ def test_other_modules_are_refused() -> None:
         ("dense", {}),
         ("oracle", {}),
         ("siblings", {}),
+        ("delta", {}),
         ("two_speed", {}),
         ("lookup", {}),
         ("soft", {"gate_only": True}),

@@ -21,7 +21,7 @@ from stickymoe.training.build import build_model
 
 VOCAB = 23
 SIZES = ModelConfig(d_model=16, n_layers=2, n_heads=2, n_experts=5, top_k=2, d_ff=12, seq_len=24)
-VARIANTS = ["vanilla", "soft", "smooth", "hysteresis", "residency", "siblings", "hash+lookup", "dense"]
+VARIANTS = ["vanilla", "soft", "smooth", "hysteresis", "residency", "siblings", "delta", "hash+lookup", "dense"]
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 

@@ -19,12 +19,12 @@ MEMORY = float(OTHER + 4 * 4 * EXPERT)  # four experts in each of four layers
 
 def a_model(variant, experts, bits, *, row_bytes=0, layers=4, **settings):
     """A run with N experts of 1,000 bytes per layer and 10,000 bytes beside them."""
-    metrics = settings.pop("metrics", {})
+    metrics, expert, other = settings.pop("metrics", {}), settings.pop("expert", EXPERT), settings.pop("other", OTHER)
     chosen = {"model": {"n_experts": experts}}
     named = {key: settings.pop(key) for key in ("fingerprint",) if key in settings}
     run = a_run(variant, settings={**chosen, **settings}, bits_per_byte=bits, ppl=100 * bits, **named, **metrics)
-    expert_bytes = [] if variant == "dense" else [EXPERT] * layers
-    sizes = {"expert_bytes": expert_bytes, "other_bytes": OTHER, **({"row_bytes": row_bytes} if row_bytes else {})}
+    expert_bytes = [] if variant == "dense" else [expert] * layers
+    sizes = {"expert_bytes": expert_bytes, "other_bytes": other, **({"row_bytes": row_bytes} if row_bytes else {})}
     return replace(run, record=replace(run.record, sizes=sizes))
 
 
@@ -105,6 +105,62 @@ def test_other_steps_data_or_compute_are_apart():
         a_model("vanilla", 4, 2.0, fingerprint="e" * 64),
     ]
     assert len(yardstick.yardsticks(grouped([FLOOR, CEILING, *others]))) == 3
+
+
+COLD = {"cache_hit_rate_all_c2": None, "cache_hit_rate_all_c3": None}  # not measured
+FINE = a_model(
+    {"name": "residency", "capacity": 16, "pinned": 8},
+    64,
+    1.6,
+    model={"n_experts": 64, "top_k": 8, "d_ff": 128},
+    expert=EXPERT // 4,
+    metrics={**COLD, "warm_loads_c12": 3.0, "warm_loads_c16": 2.0},
+)
+
+
+def test_many_narrow_experts_stand_beside_few_wide_ones():
+    """Eight of 64 experts of a quarter of the width compute, keep and know as much as two of sixteen."""
+    found = the_yardstick(FLOOR, CEILING, ROWS, DENSE, FINE)
+    assert found.title == the_yardstick(FLOOR).title
+    assert "active width 1,024" in found.title
+    assert found.experts == 16
+    assert found.memory == MEMORY
+    (fine,) = (c for c in found.fitting(MEMORY) if c.row.variant.name == "residency")
+    assert (fine.slots, fine.fast_bytes, fine.loaded) == (16, MEMORY, 2.0 * EXPERT / 4)
+    assert fine.label.endswith(", N=64 of width 128, 16 slots")
+    assert found.closed(fine, MEMORY) == pytest.approx(0.8)
+    assert found.ceiling.label == "vanilla, N=16, all in memory"
+    better = replace(FINE, record=replace(FINE.record, metrics={**FINE.record.metrics, "bits_per_byte": 1.4}))
+    assert the_yardstick(FLOOR, CEILING, better).ceiling.label.endswith("N=64 of width 128, all in memory")
+
+
+def test_narrow_experts_alone_are_not_called_narrow():
+    assert the_yardstick(FINE).choices[0].label.endswith(", N=64, all in memory")
+    assert the_yardstick(FINE).experts == 64
+
+
+def test_experts_with_a_wider_sum_are_apart():
+    wide = a_model("vanilla", 16, 1.5, model={"n_experts": 16, "d_ff": 1024})
+    assert len(yardstick.yardsticks(grouped([FLOOR, CEILING, wide]))) == 2
+
+
+def test_a_base_in_memory_makes_a_load_small():
+    """Experts that are differences: the bases are resident beside the slots, as the record says."""
+    delta = a_model(
+        {"name": "siblings+delta", "capacity": 4},
+        16,
+        1.55,
+        expert=EXPERT // 10,
+        other=OTHER + 4 * 4 * EXPERT,
+        metrics={**COLD, "warm_loads_c4": 0.5},
+    )
+    found = the_yardstick(FLOOR, CEILING, delta)
+    assert found.memory == MEMORY
+    chosen = {c.slots: (c.fast_bytes, c.loaded) for c in found.choices if c.row.variant.name != "vanilla"}
+    assert chosen == {
+        4: (MEMORY + 4 * 4 * EXPERT // 10, 0.5 * EXPERT / 10),
+        16: (MEMORY + 4 * 16 * EXPERT // 10, 0.0),
+    }
 
 
 def test_the_table_shows_bounds_controls_and_the_ceiling():

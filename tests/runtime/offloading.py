@@ -34,6 +34,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "lookup": ("--variant.table_rows", "11"),
     "remoe": (),
     "dense": (),
+    "delta": ("--variant.rank", "3"),
+    "siblings+delta": ("--variant.capacity", "3", "--variant.rank", "3"),
+    "deltas shared by two layers": ("--model.share_block", "2", "--variant.rank", "3"),
     "shared by two layers": ("--model.share_block", "2"),
     "one pool": ("--model.universal", "true", "--model.n_experts", "2"),
 }
@@ -43,7 +46,7 @@ COUNTED = ("hits", "misses", "evictions", "wasted", "bypassed")
 
 def write_run(folder: Path, name: str = "vanilla", *flags: str) -> Path:
     """A run folder with a checkpoint of large random weights, and a tokenizer of bytes."""
-    variant = name if " " not in name else "vanilla"
+    variant = name if " " not in name else "delta" if name.startswith("deltas") else "vanilla"
     sizes = [part for key, value in SIZES.items() for part in (f"--model.{key}", str(value))]
     config = read_config([*sizes, *RUNS[name], *flags], preset="tiny", variant=variant)
     model = enliven(build_model(config, VOCAB))

@@ -68,9 +68,9 @@ class Slots:
         layout = ExpertLayout(spec, "fp32")
         for layer, block in enumerate(model.blocks):
             if isinstance(block.ffn, MoE):
-                experts = block.ffn.experts
-                order = np.roll(np.arange(len(experts.up)), layer)[::-1]
-                stacks = [getattr(experts, tensor.name) for tensor in spec.tensors]
+                weights = dict(zip(("up", "up_bias", "down", "down_bias"), block.ffn.experts.weights(), strict=True))
+                stacks = [weights[tensor.name] for tensor in spec.tensors]
+                order = np.roll(np.arange(len(stacks[0])), layer)[::-1]
                 self.slots[layer] = np.stack([layout.encode([stack[i] for stack in stacks]) for i in order])
                 self.place[layer] = np.argsort(order)
                 self.spec[layer] = np.repeat(layout.spec_array()[None], model.config.top_k, axis=0)

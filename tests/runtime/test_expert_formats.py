@@ -251,6 +251,10 @@ def test_tensors_that_do_not_fit_are_refused():
 
 
 UP, DOWN = TensorSpec("up", (3, 4)), TensorSpec("down", (4, 3))
+UP_IN, UP_OUT = TensorSpec("up_in", (2, 4)), TensorSpec("up_out", (3, 2))
+DOWN_IN, DOWN_OUT = TensorSpec("down_in", (2, 3)), TensorSpec("down_out", (4, 2))
+DIFFERENCE = (UP_IN, UP_OUT, DOWN_IN, DOWN_OUT)
+OTHER, VECTOR = TensorSpec("down_in", (3, 3)), TensorSpec("down_in", (2,))
 
 
 @pytest.mark.parametrize(
@@ -263,6 +267,10 @@ UP, DOWN = TensorSpec("up", (3, 4)), TensorSpec("down", (4, 3))
         ((UP, TensorSpec("down", (4,))), "silu", False, "down: got (4,), expected a matrix [d, f]."),
         ((UP, TensorSpec("down", (4, 0))), "silu", False, "down: got (4, 0), expected the shape of a matrix or"),
         ((UP, DOWN, TensorSpec("down_bias", (3,))), "silu", False, "down_bias: got (3,), expected (4,) beside"),
+        (DIFFERENCE, "silu", True, "gated: got True, expected False for a difference from a base."),
+        (DIFFERENCE[:2], "silu", False, "tensors: got ['up_in', 'up_out'], expected 'up_in' and 'up_out' and"),
+        ((*DIFFERENCE[:2], OTHER, DOWN_OUT), "silu", False, "down_in: got (3, 3), expected (2, 3) beside 'down_out'"),
+        ((*DIFFERENCE[:2], VECTOR, DOWN_OUT), "silu", False, "down_in: got (2,), expected a matrix [r, f]."),
     ],
 )
 def test_specs_that_do_not_fit_are_refused(tensors, activation, gated, line):

@@ -238,9 +238,16 @@ def test_a_dense_model_has_no_slots(run_of):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("experts", ["bf16", "int8", "int4", "mixed"])
-def test_a_precision_computes_with_its_decoded_weights(experts, kernel, store_of, run_of):
-    store = store_of("vanilla", experts)
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        *(("vanilla", precision) for precision in ("bf16", "int8", "int4", "mixed")),
+        ("delta", "bf16"),
+        ("delta", "int4"),
+    ],
+)
+def test_a_precision_computes_with_its_decoded_weights(name, experts, kernel, store_of, run_of):
+    store = store_of(name, experts)
     with offload(store, kernel=kernel) as engine:
         expected, expected_logits = generate(engine, PROMPT)
         opened = engine.layers.store
@@ -250,23 +257,24 @@ def test_a_precision_computes_with_its_decoded_weights(experts, kernel, store_of
     assert out.tokens == expected.tokens
     assert np.array_equal(logits, expected_logits)
 
-    decoded = plain_model(run_of("vanilla"))
+    decoded = plain_model(run_of(name))
     names = [tensor.name for tensor in opened.contents.spec.tensors]
     with torch.no_grad():
         for layer, block in enumerate(decoded.blocks):
             for e in range(5):
-                for name, tensor in zip(names, opened.read(layer, e), strict=True):
-                    getattr(block.ffn.experts, name)[e] = torch.tensor(tensor)
+                for stack, tensor in zip(names, opened.read(layer, e), strict=True):
+                    getattr(block.ffn.experts, stack)[e] = torch.tensor(tensor)
     tokens, decoded_logits = plain_text(decoded, PROMPT, 8)
     assert out.tokens == tokens
     np.testing.assert_allclose(logits, decoded_logits, rtol=0, atol=1e-4 * np.abs(decoded_logits).max())
 
 
 @alone
-def test_threads_do_not_change_the_text(store_of):
-    with offload(store_of("vanilla", "int8"), threads=2) as engine:
+@pytest.mark.parametrize("name", ["vanilla", "delta"])
+def test_threads_do_not_change_the_text(name, store_of):
+    with offload(store_of(name, "int8"), threads=2) as engine:
         expected, expected_logits = generate(engine, PROMPT)
-    with offload(store_of("vanilla", "int8"), threads=2, slots=1) as engine:
+    with offload(store_of(name, "int8"), threads=2, slots=1) as engine:
         out, logits = generate(engine, PROMPT)
     assert out.tokens == expected.tokens
     assert np.array_equal(logits, expected_logits)

@@ -13,8 +13,11 @@ from stickymoe.cli.printing import print_results
 from stickymoe.errors import StickyError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stickymoe.models.gpt import GPT
     from stickymoe.runs.config import RunConfig
+    from stickymoe.runs.record import RunRecord
 
 
 def train_command(argv: list[str]) -> None:
@@ -126,6 +129,11 @@ def eval_command(argv: list[str]) -> None:
     parser.add_argument(
         "--experts", choices=("bf16", "int8", "int4"), help="round the experts to what a store of this precision holds"
     )
+    parser.add_argument(
+        "--shuffle_residents",
+        action="store_true",
+        help="for siblings: also measure with every resident replaced by a random other expert of its slot",
+    )
     parser.add_argument("--save", action="store_true", help="add the result to record.json, once for each measurement")
     parser.add_argument("--checkpoint", metavar="NAME", help="evaluate this checkpoint, not the newest")
     parser.add_argument("--data.path", dest="path", metavar="DIR", help="folder of the corpus, if it was moved")
@@ -133,10 +141,13 @@ def eval_command(argv: list[str]) -> None:
     if args.save and args.checkpoint:
         raise StickyError("--save is for the final model: omit --checkpoint.")
     name = args.split if args.experts is None else f"{args.split} {args.experts}"
+    if args.shuffle_residents:
+        name = f"shuffled {name}"
     if args.save and name == "valid":
         raise StickyError("--save: the record of a run has its validation split: add --split test or --experts.")
 
     from stickymoe.training.restore import evaluate_run, require_new_evaluation, save_evaluation
+    from stickymoe.training.shuffle import shuffle_residents
 
     if args.save:
         require_new_evaluation(args.run, name)
@@ -145,13 +156,30 @@ def eval_command(argv: list[str]) -> None:
     def prepare(model: GPT) -> None:
         from stickymoe.runtime.rounding import round_experts
 
-        expert_bytes.extend(model.expert_bytes() if args.experts is None else round_experts(model, args.experts))
+        expert_bytes[:] = model.expert_bytes() if args.experts is None else round_experts(model, args.experts)
 
-    record = evaluate_run(args.run, split=args.split, checkpoint=args.checkpoint, data_path=args.path, prepare=prepare)
+    def prepare_shuffled(model: GPT) -> None:
+        shuffle_residents(model)
+        prepare(model)
+
+    def measured(prepare: Callable[[GPT], None]) -> RunRecord:
+        where = {"split": args.split, "checkpoint": args.checkpoint, "data_path": args.path}
+        return evaluate_run(args.run, prepare=prepare, **where)
+
+    shuffled = measured(prepare_shuffled) if args.shuffle_residents else None
+    record = measured(prepare)
     if _is_main():
         print_results([record])
+        if shuffled is not None:
+            print(_shuffled_text(record.metrics["ppl"], shuffled.metrics["ppl"]))
         if args.save:
-            save_evaluation(args.run, name, record, expert_bytes)
+            save_evaluation(args.run, name, shuffled or record, expert_bytes)
+
+
+def _shuffled_text(ppl: float | None, shuffled: float | None) -> str:
+    if ppl is None or shuffled is None:
+        return "with another expert of every slot resident: the perplexity is not finite"
+    return f"with another expert of every slot resident: perplexity {shuffled:.2f} ({shuffled / ppl - 1:+.1%})"
 
 
 def variants_command(argv: list[str]) -> None:

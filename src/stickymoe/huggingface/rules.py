@@ -69,6 +69,7 @@ def require_attachable(variant: Variant, gates: list[Gate]) -> None:
             ("it is a model without experts", not part.routes),
             ("its gate reads the attended values, which a foreign gate does not", part.source != "h"),
             ("it ties the weights of experts", part.ties() is not None),
+            ("it gives experts other weights", part.deltas() is not None),
             ("it adds a part beside the experts", type(part).side is not Variant.side),
             ("it computes the gates twice; freeze the other parameters instead", part.needs_gate_only()),
             ("transformers models do not mark where sentences begin", part.name == "boundary"),

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from stickymoe.errors import ConfigError
 from stickymoe.locality.rows import RowKey
 from stickymoe.models.head import linear_cross_entropy, plain_cross_entropy
-from stickymoe.models.moe import Experts, FeedForward, MoE, Router
+from stickymoe.models.moe import DeltaExperts, Experts, FeedForward, MoE, Router
 from stickymoe.models.products import Linear
 from stickymoe.routing.layer import LayerParts, SidePart
 from stickymoe.routing.rules import RouterInput, RouterState, Routing
@@ -123,7 +123,7 @@ class Block(nn.Module):
             self.ffn = FeedForward(d, config.top_k * config.d_ff)
         else:
             router = Router(d, N, parts.rule, gate_only=parts.gate_only)
-            experts = below or Experts(N, d, config.d_ff, fast=fast, ties=parts.ties)
+            experts = below or _experts(config, parts, fast)
             self.ffn = MoE(router, experts, shared=below is not None)
         self.side = parts.side
 
@@ -153,6 +153,13 @@ class Block(nn.Module):
         return y, routing
 
 
+def _experts(config: ModelConfig, parts: LayerParts, fast: bool) -> Experts:
+    N, d, f = config.pool_size, config.d_model, config.d_ff
+    if parts.deltas is None:
+        return Experts(N, d, f, fast=fast, ties=parts.ties)
+    return DeltaExperts(N, d, f, parts.deltas, fast=fast, ties=parts.ties)
+
+
 class GPT(nn.Module):
     """The model. `make_parts(layer)` returns the parts of each layer: its rule, or none for the dense control.
 
@@ -165,8 +172,6 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.fast = fast
-        # The units that accelerate shards: experts that several layers use are gathered for each of them.
-        self._no_split_modules = ("Block", "Experts") if config.layers_per_pool > 1 else ("Block",)
         self.token_embedding = nn.Embedding(vocab_size, config.d_model)
         self.position_embedding = nn.Embedding(config.seq_len, config.d_model)
         self.blocks = nn.ModuleList()
@@ -174,18 +179,25 @@ class GPT(nn.Module):
             below = self.blocks[-1].ffn if layer % config.layers_per_pool else None
             shared = below.experts if isinstance(below, MoE) else None
             self.blocks.append(Block(config, make_parts(layer), fast, shared))
+        # The units that accelerate shards: experts that several layers use are gathered for each of them.
+        kinds = {type(m).__name__ for m in self.modules() if isinstance(m, Experts)}
+        self._no_split_modules = ("Block", *sorted(kinds)) if config.layers_per_pool > 1 else ("Block",)
         self.final_norm = nn.LayerNorm(config.d_model)
         self._initialise()
 
     def _initialise(self) -> None:
-        """N(0, 0.02); projections into the residual stream scaled by 1/√(2L); biases 0, norms 1."""
-        residual = ("attention.out.weight", "experts.down", "ffn.down.weight")
+        """N(0, 0.02); projections into the residual stream scaled by 1/√(2L); biases 0, norms 1.
+
+        The first factor of a low-rank difference keeps the size of what it reads.
+        """
+        residual = ("attention.out.weight", "experts.down", "experts.down_out", "ffn.down.weight")
         for name, p in self.named_parameters():
             if "norm" in name or "bias" in name:
                 nn.init.constant_(p, float("norm.weight" in name))
             else:
                 scale = math.sqrt(2 * self.config.n_layers) if name.endswith(residual) else 1.0
-                nn.init.normal_(p, std=0.02 / scale)
+                first = name.endswith(("experts.up_in", "experts.down_in"))
+                nn.init.normal_(p, std=p.shape[-1] ** -0.5 if first else 0.02 / scale)
         for module in self.modules():
             if isinstance(module, Experts):
                 module.tie()
@@ -250,8 +262,11 @@ class GPT(nn.Module):
         return [block.ffn.experts.expert_bytes for block in self.blocks if isinstance(block.ffn, MoE)]
 
     def other_bytes(self) -> int:
-        """Bytes of every resident parameter outside the experts: embeddings, attention, norms, gates, dense layers."""
-        elsewhere = {id(p) for m in self.modules() if isinstance(m, Experts) for p in m.parameters()}
+        """Bytes of what stays in fast memory beside the experts in slots.
+
+        These are embeddings, attention, norms, gates, dense layers, and bases of experts.
+        """
+        elsewhere = {id(p) for m in self.modules() if isinstance(m, Experts) for p in m.stacks().values()}
         elsewhere |= {id(p) for p in self.slow_parameters()}
         return sum(p.nbytes for p in self.parameters() if id(p) not in elsewhere)
 

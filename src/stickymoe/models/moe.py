@@ -1,10 +1,11 @@
 """The expert layer: a router sends every token to k of N feed-forward experts.
 
-n tokens, d width, f expert width, N experts, k experts per token, m ≥ n·k rows sorted by expert.
+n tokens, d width, f expert width, N experts, k experts per token, m ≥ n·k rows sorted by expert, C bases, rank r.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stickymoe.errors import require
 from stickymoe.models.products import Linear, product, product_of_columns, row_unit
+from stickymoe.routing.deltas import Deltas
 from stickymoe.routing.rules import RouterInput, RouterState, Routing, RoutingRule
 from stickymoe.routing.ties import TiedExperts
 
@@ -72,23 +75,81 @@ class Experts(nn.Module):
 
     def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
         """eq:moe_output, on the fast path or the plain one; both give the same result, up to rounding."""
-        weights: list[Tensor] = [self.up, self.up_bias, self.down, self.down_bias]
+        weights = self.weights()
         if self.ties is not None and torch.is_grad_enabled():
             C, shared = self.ties.capacity, self.ties.shared_at(self.progress if self.training else 1.0)
             weights = [_SharedGradient.apply(p, C, shared) for p in weights]  # type: ignore[no-untyped-call]
         return sorted_experts(h, S, w, *weights) if self.fast else plain_experts(h, S, w, *weights)
 
+    def weights(self) -> list[Tensor]:
+        """The weights of all experts, stacked: up, its biases, down, its biases."""
+        return [self.up, self.up_bias, self.down, self.down_bias]
+
+    def stacks(self) -> dict[str, nn.Parameter]:
+        """The parameters of which every expert has a row of its own, which a load reads."""
+        return dict(self.named_parameters())
+
     @torch.no_grad()
     def tie(self) -> None:
         """Give the experts of each slot the weights of its first expert."""
         if self.ties is not None:
-            for p in self.parameters():
-                p.copy_(p[torch.arange(len(p), device=p.device) % self.ties.capacity])
+            self._repeat_first(self.ties.capacity)
+
+    def _repeat_first(self, capacity: int) -> None:
+        self.reorder([e % capacity for e in range(len(self.up_bias))])
+
+    @torch.no_grad()
+    def reorder(self, order: Sequence[int]) -> None:
+        """Give every expert e what expert `order[e]` has of its own."""
+        for p in self.stacks().values():
+            p.copy_(p[torch.tensor(order, device=p.device)])
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert."""
-        return sum(p.nbytes // p.shape[0] for p in self.parameters())
+        """Bytes of one expert, as a load reads it."""
+        return sum(p.nbytes // p.shape[0] for p in self.stacks().values())
+
+
+class DeltaExperts(Experts):
+    """Experts that are a base and a difference: up_i = up[i mod C] + up_out_i·up_in_i, and down_i likewise.
+
+    Biases are part of the difference. Each forward pass computes the weights of all experts once.
+    """
+
+    def __init__(
+        self,
+        n_experts: int,
+        d_model: int,
+        d_ff: int,
+        deltas: Deltas,
+        *,
+        fast: bool = True,
+        ties: TiedExperts | None = None,
+    ) -> None:
+        super().__init__(n_experts, d_model, d_ff, fast=fast, ties=ties)
+        r, widest = deltas.rank, min(d_model, d_ff)
+        require(r <= widest, "variant.rank", r, f"at most {widest}, the rank of an expert's matrices")
+        self.deltas = deltas
+        self.up = nn.Parameter(torch.empty(deltas.bases, d_ff, d_model))
+        self.up_in = nn.Parameter(torch.empty(n_experts, r, d_model))
+        self.up_out = nn.Parameter(torch.empty(n_experts, d_ff, r))
+        self.down = nn.Parameter(torch.empty(deltas.bases, d_model, d_ff))
+        self.down_in = nn.Parameter(torch.empty(n_experts, r, d_ff))
+        self.down_out = nn.Parameter(torch.empty(n_experts, d_model, r))
+
+    def weights(self) -> list[Tensor]:
+        base = torch.arange(len(self.up_in), device=self.up.device) % self.deltas.bases
+        up = torch.baddbmm(self.up.index_select(0, base), self.up_out, self.up_in)
+        down = torch.baddbmm(self.down.index_select(0, base), self.down_out, self.down_in)
+        return [up, self.up_bias, down, self.down_bias]
+
+    def stacks(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.named_parameters() if name not in ("up", "down")}
+
+    @torch.no_grad()
+    def tie(self) -> None:
+        """Give the experts of each base the difference of its first expert."""
+        self._repeat_first(self.deltas.bases)
 
 
 class _SharedGradient(torch.autograd.Function):

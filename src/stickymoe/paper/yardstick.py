@@ -2,12 +2,15 @@
 
 A model with C slots per layer keeps C experts of each layer and everything outside the experts in fast memory. The
 floor is the best model that fits and loads nothing; the ceiling is the best one with all experts in memory.
+
+Compute is equal if the k experts of a token have the same width together, so many narrow experts stand beside few wide
+ones. How much a layer knows is counted in hidden units: N experts of width f have N·f.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import altair as alt
 
@@ -40,6 +43,7 @@ class Choice:
     loaded: bytes per token from slow memory, `row_bytes` among them; `bound` if it is an upper bound
     test: bits per byte on the test split, if every seed was evaluated on it
     precision: of the experts; other than fp32, the trained experts were rounded to it
+    fine: its experts are narrower than those of other models in the comparison
     """
 
     row: Row
@@ -52,10 +56,16 @@ class Choice:
     ppl: Value
     test: Value | None = None
     precision: str = "fp32"
+    fine: bool = False
 
     @property
     def experts(self) -> int:
         return self.row.runs[0].config.model.pool_size
+
+    @property
+    def width(self) -> int:
+        """Hidden units of one expert."""
+        return self.row.runs[0].config.model.d_ff
 
     @property
     def resident(self) -> bool:
@@ -75,8 +85,9 @@ class Choice:
         if self.row.variant.name == "dense":
             return "dense"
         slots = _ALL if self.resident else f"{self.slots} slots"
+        width = f" of width {self.width}" if self.fine else ""
         rounded = "" if self.precision == "fp32" else f" in {self.precision}"
-        return f"{self.row.label}, N={self.experts}{rounded}, {slots}"
+        return f"{self.row.label}, N={self.experts}{width}{rounded}, {slots}"
 
 
 @dataclass(frozen=True)
@@ -100,15 +111,23 @@ class Yardstick:
 
     @property
     def experts(self) -> int:
-        """The most experts per layer."""
-        return max(c.experts for c in self.choices)
+        """The most experts per layer, counted in experts of the largest width."""
+        return self._most // max(c.width for c in self.choices)
+
+    @property
+    def _most(self) -> int:
+        """The most hidden units per layer."""
+        return max(c.experts * c.width for c in self.choices)
+
+    def _has_most(self, choice: Choice) -> bool:
+        return choice.experts * choice.width == self._most
 
     @property
     def memory(self) -> float | None:
         """The fast memory to compare at by default: the most slots that were measured for the most experts."""
-        partly = [c for c in self.choices if c.experts == self.experts and not c.resident]
-        most = max((c.slots for c in partly), default=0)
-        return min((float(c.fast_bytes) for c in partly if c.slots == most), default=None)
+        partly = [c for c in self.choices if self._has_most(c) and not c.resident]
+        most = max((c.slots * c.width for c in partly), default=0)
+        return min((float(c.fast_bytes) for c in partly if c.slots * c.width == most), default=None)
 
     def fitting(self, memory: float) -> tuple[Choice, ...]:
         """The models that fit into fast memory, each with as many slots as fit, best first."""
@@ -132,7 +151,7 @@ class Yardstick:
     @property
     def ceiling(self) -> Choice | None:
         """The best model without rows that has the most experts, all in memory."""
-        resident = (c for c in self.choices if c.experts == self.experts and c.resident and c.loads_nothing)
+        resident = (c for c in self.choices if self._has_most(c) and c.resident and c.loads_nothing)
         return _best(c for c in resident if c.precision == "fp32")
 
     def closed(self, choice: Choice, memory: float) -> float | None:
@@ -176,8 +195,15 @@ def yardsticks(groups: Iterable[Group]) -> tuple[Yardstick, ...]:
             members = together.setdefault((_title(run), run.record.data["fingerprint"]), [])
             if all(row.runs != other.runs for other in members):  # a dense row is in several groups
                 members.append(row)
-    found = (Yardstick(title, tuple(c for row in rows for c in _choices(row))) for (title, _), rows in together.items())
+    found = (Yardstick(title, _with_widths(rows)) for (title, _), rows in together.items())
     return tuple(sorted((y for y in found if y.choices), key=lambda y: -len(y.choices)))
+
+
+def _with_widths(rows: list[Row]) -> tuple[Choice, ...]:
+    """All choices of some rows. Those of narrower experts say so."""
+    found = [c for row in rows for c in _choices(row)]
+    widest = max((c.width for c in found), default=0)
+    return tuple(replace(c, fine=c.width < widest) for c in found)
 
 
 def _title(run: Run) -> str:
@@ -190,7 +216,7 @@ def _title(run: Run) -> str:
     tokens = train.steps * train.batch_size * model.seq_len / 1e6
     return (
         f"{corpus}{part}{documents}, vocabulary {vocab_size:,} · d={model.d_model}, L={model.n_layers}, "
-        f"k={model.top_k} of width {model.d_ff} · {train.steps:,} steps, {tokens:.3g}M tokens"
+        f"active width {model.top_k * model.d_ff:,} · {train.steps:,} steps, {tokens:.3g}M tokens"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a variant hands to one layer of a model: a rule for its router, ties of its experts, a part beside them.
+"""What a variant hands to one layer of a model: a rule for its router, what ties its experts, a part beside them.
 
 B sequences, T tokens, d width.
 """
@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from stickymoe.locality.rows import RowKey
+from stickymoe.routing.deltas import Deltas
 from stickymoe.routing.rules import RouterInput, RouterState, RoutingRule
 from stickymoe.routing.ties import TiedExperts
 
@@ -56,5 +57,6 @@ class LayerParts:
 
     rule: RoutingRule | None = None
     ties: TiedExperts | None = None
+    deltas: Deltas | None = None
     side: SidePart | None = None
     gate_only: bool = False

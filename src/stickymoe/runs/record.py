@@ -28,7 +28,8 @@ class RunRecord:
     Records of version 0.1 have none.
 
     `evaluations` are later measurements of the final model, by name: "test" for the test split, "valid int8" for the
-    validation split with experts rounded to int8. Each has ppl, bits_per_byte, targets and expert_bytes, the bytes of
+    validation split with experts rounded to int8, "shuffled valid" for the validation split with every resident
+    replaced by another expert of its slot. Each has ppl, bits_per_byte, targets and expert_bytes, the bytes of
     one expert for each layer in that precision.
     """
 

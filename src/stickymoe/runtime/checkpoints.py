@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stickymoe.errors import DataError, RunError
 from stickymoe.models.gpt import GPT, Block
+from stickymoe.models.moe import Experts, MoE
 from stickymoe.reading import read_text, reason
 from stickymoe.routing.lookup import Lookup, NgramTable
 from stickymoe.runs.folder import RunFolder
@@ -90,10 +91,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-def gpt_expert(d: int, f: int) -> ExpertSpec:
-    """An expert of our GPT: d wide, with f hidden units."""
-    shapes = {"up": (f, d), "down": (d, f), "up_bias": (f,), "down_bias": (d,)}
-    return ExpertSpec(tuple(TensorSpec(*item) for item in shapes.items()), "gelu", gated=False)
+def gpt_expert(experts: Experts) -> ExpertSpec:
+    """What a store holds of an expert of our GPT: its matrices, then its biases."""
+    stacks = sorted(experts.stacks().items(), key=lambda item: -item[1].dim())
+    tensors = (TensorSpec(name, tuple(stack.shape[1:])) for name, stack in stacks)
+    return ExpertSpec(tuple(tensors), "gelu", gated=False)
 
 
 class RunCheckpoint(Checkpoint):
@@ -109,20 +111,19 @@ class RunCheckpoint(Checkpoint):
             raise RunError(f"{folder} has no checkpoint to pack: resume or repeat the run first.")
         self._entries = find_entries(chosen)
         c = config.model
-        d, f = c.d_model, c.d_ff
         self.name = folder.resolve().name
         self.layers_per_pool = c.layers_per_pool
         self.n_layers, self.n_experts, self.top_k = c.n_layers // c.layers_per_pool, c.pool_size, c.top_k
-        self.spec = gpt_expert(d, f)
         if not any(".ffn.experts." in name for name in self._entries):
             raise RunError(f"{folder} has no experts: its variant is {config.variant.name}, a dense model.")
+        with torch.device("meta"):
+            model = build_model(config, self._entries["token_embedding.weight"].shape[0])
+        self.spec = next(gpt_expert(block.ffn.experts) for block in model.blocks if isinstance(block.ffn, MoE))
         # The first layer of a pool owns its experts.
         self._stacks = [
             [self._stack(i * c.layers_per_pool, t, chosen) for t in self.spec.tensors] for i in range(self.n_layers)
         ]
         self.fingerprint = fingerprint(self._entries, read_text(self._folder.config, RunError))
-        with torch.device("meta"):
-            model = build_model(config, self._entries["token_embedding.weight"].shape[0])
         self.rows = grouped(list(self._addressed(model, chosen)))
         self._tables = {table.name for group in self.rows for table in group.tables}
 
@@ -155,8 +156,9 @@ class RunCheckpoint(Checkpoint):
         return [stack.row(e)[0] for stack in self._stacks[layer]]
 
     def dense(self) -> Iterator[tuple[str, Tensor]]:
+        experts = tuple(f".ffn.experts.{tensor.name}" for tensor in self.spec.tensors)  # without their bases
         for name, entry in self._entries.items():
-            if ".ffn.experts." not in name and name not in self._tables:
+            if not name.endswith(experts) and name not in self._tables:
                 yield name, entry.read()
 
     def table_rows(self, name: str, first: int, stop: int) -> Tensor:

@@ -216,7 +216,7 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
     row = work[ROW, :width]
     row[:] = 0.0
     if fields[TOKEN_ROWS]:
-        found = shared.row_at(fields[TOKEN_ROWS] + (0 if fields[STORED] else 4 * width * token), width)
+        found = kernels.row_at(fields[TOKEN_ROWS] + (0 if fields[STORED] else 4 * width * token), width)
         for i in range(width):
             row[i] += found[i]
     place = NGRAMS
@@ -231,7 +231,7 @@ def _look_up(layer: int, weights: Any, table: Any, work: Any, words: Any, d: int
                 for back in range(n):
                     key = mix(key ^ history[position - back])
                 index = key % rows + head * rows
-            found = shared.row_at(own if fields[STORED] else address + 4 * part * index, part)
+            found = kernels.row_at(own if fields[STORED] else address + 4 * part * index, part)
             for i in range(part):
                 row[head * part + i] += found[i]
         place += 4 + heads

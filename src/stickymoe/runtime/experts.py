@@ -22,7 +22,7 @@ from stickymoe.errors import ConfigError
 from stickymoe.locality.rows import RowKey
 from stickymoe.locality.table import RouteTable, index_dtype
 from stickymoe.runtime import kernels
-from stickymoe.runtime.formats import FIELD_D
+from stickymoe.runtime.formats import FIELD_D, FIELD_DOWN_BASE, FIELD_F, FIELD_UP_BASE
 from stickymoe.runtime.slots import Pool, Resident
 from stickymoe.runtime.store import Contents, Store
 from stickymoe.runtime.stored_rows import StoredRows
@@ -30,9 +30,21 @@ from stickymoe.runtime.stored_rows import StoredRows
 Kernel = Literal["torch", "compiled"]
 Order = Literal["expert", "weight"]  # outputs are added by ascending expert, or heaviest first
 Plain = Callable[[dict[str, Tensor], Tensor], Tensor]  # tensors of an expert, rows → rows
+Bases = tuple[Tensor, Tensor]  # of a pool whose experts are differences: up [C, f, d] and down [C, d, f]
 Predict = Callable[[int, Tensor], list[int] | None]  # layer, its hidden state → experts of the next layer
 
 PREFILL, DECODE = 0, 1
+
+
+def whole(tensors: dict[str, Tensor], e: int, bases: Bases | None) -> dict[str, Tensor]:
+    """The tensors of expert e as the model computes it: a difference is added to its base."""
+    if bases is None:
+        return tensors
+    found = {name: tensors[name] for name in ("up_bias", "down_bias")}
+    for name, base in zip(("up", "down"), bases, strict=True):
+        inner = tensors[f"{name}_in"]
+        found[name] = torch.addmm(base[e % len(base)].to(inner.dtype), tensors[f"{name}_out"], inner)
+    return found
 
 
 def _descending(ranked: tuple[float, int, Any]) -> float:
@@ -123,6 +135,9 @@ class Layers(Protocol):
 
     rows: StoredRows | None  # what reads tables of rows that stay on disk
 
+    def set_bases(self, bases: Sequence[Bases]) -> None:
+        """The bases of every pool, if experts are differences; called before the first forward pass."""
+
     def dense(self) -> Path:
         """The file of the dense part."""
 
@@ -176,15 +191,16 @@ class ExpertLayers:
         self.notes = self.new_notes()
         self.shared = contents.layers_per_pool > 1
         self._expert = kernels.expert_parallel if threads > 1 else kernels.expert
-        self._specs = {}
-        if contents.spec.activation is not None:
-            self._specs = {p: layout.spec_array() for p, layout in store.layouts.items()}
-        # The rows of a kernel's specs if all experts have the same precision.
+        self._bases: Sequence[Bases] | None = None
+        # The specs of a kernel for the experts of each pool, and of a token's experts if all have the same.
+        self._specs: list[Int[np.ndarray, "N fields"]] = []
         self._uniform = None
-        if self._specs and store.precision != "mixed":
-            self._uniform = np.repeat(self._specs[store.entries[0][0].precision][None], contents.top_k, axis=0)
-        by_name = {t.name: t.shape for t in contents.spec.tensors}
-        self._hidden = np.empty(by_name["up"][0], np.float32)
+        if contents.spec.activation is not None:
+            by_precision = {p: layout.spec_array() for p, layout in store.layouts.items()}
+            self._specs = [np.stack([by_precision[entry.precision] for entry in pool]) for pool in store.entries]
+            if store.precision != "mixed" and not contents.spec.rank:
+                self._uniform = self._specs[0][:1].repeat(contents.top_k, axis=0)
+        self._hidden = np.empty(contents.spec.hidden * (2 if contents.spec.gated else 1), np.float32)
         if kernel == "compiled":
             if contents.spec.activation is None:
                 raise ConfigError(f"kernel: {contents.name} has experts that only its own code computes; choose torch.")
@@ -193,9 +209,18 @@ class ExpertLayers:
     def _warm_up(self) -> None:
         """Compile the kernel, or load it from the disk, before a text is timed."""
         layout = self.store.layouts["fp32"]
-        d = layout.spec_array()[FIELD_D]
-        x = np.zeros(d, np.float32)
-        self._expert(np.zeros(layout.nbytes, np.uint8), layout.spec_array(), x, self._hidden, np.empty_like(x))
+        spec = layout.spec_array()
+        d, f = spec[FIELD_D], spec[FIELD_F]
+        x, base = np.zeros(d, np.float32), np.zeros(d * f, np.float32)
+        spec[[FIELD_UP_BASE, FIELD_DOWN_BASE]] = base.ctypes.data
+        self._expert(np.zeros(layout.nbytes, np.uint8), spec, x, self._hidden, np.empty_like(x))
+
+    def set_bases(self, bases: Sequence[Bases]) -> None:
+        """Keep the bases of every pool, and tell the kernels where they lie."""
+        self._bases = [(up.float().contiguous(), down.float().contiguous()) for up, down in bases]
+        for specs, pair in zip(self._specs, self._bases, strict=True):
+            for place, base in zip((FIELD_UP_BASE, FIELD_DOWN_BASE), pair, strict=True):
+                specs[:, place] = [base[e % len(base)].data_ptr() for e in range(len(specs))]
 
     def dense(self) -> Path:
         """The file of the dense part, after its checksum was compared."""
@@ -290,12 +315,10 @@ class ExpertLayers:
                 slots[first.expert] = first.slot
         if not isinstance(arriving, dict):
             slots |= {found.expert: found.slot for found in arriving}
-        entries = self.store.entries[pool.number]
         which = np.array([slots.get(e, -1) for e in S.tolist()])
         if self._uniform is not None:
             return Placed(pool.region.slots, self._uniform, which)
-        precisions = [entries[e].precision if e < N else entries[0].precision for e in S.tolist()]
-        return Placed(pool.region.slots, np.stack([self._specs[p] for p in precisions]), which)
+        return Placed(pool.region.slots, self._specs[pool.number][np.minimum(S, N - 1)], which)
 
     def _one_by_one(
         self, layer: int, asked: list[int], weight: dict[int, float], h: Float[np.ndarray, " d"]
@@ -303,7 +326,7 @@ class ExpertLayers:
         pool, outputs = self.pool_of(layer), {}
         for found in pool.bring(asked):
             out = outputs[found.expert] = np.empty_like(h)
-            spec = self._specs[self.store.entries[pool.number][found.expert].precision]
+            spec = self._specs[pool.number][found.expert]
             self._expert(found.data, spec, h, self._hidden, out)
         self.after_request(layer, torch.from_numpy(h)[None])
         y = np.zeros_like(h)
@@ -393,12 +416,13 @@ class ExpertLayers:
 
     def _compute(self, pool: Pool, found: Resident, x: Float[Tensor, "m d"], plain: Plain) -> Float[Tensor, "m d"]:
         """One expert for some rows: by a compiled kernel for a single row, otherwise as one product per matrix."""
-        precision = self.store.entries[pool.number][found.expert].precision
         if self.kernel == "compiled" and len(x) == 1:
             out = np.empty(x.shape[1], np.float32)
-            self._expert(found.data, self._specs[precision], x[0].float().numpy(), self._hidden, out)
+            spec = self._specs[pool.number][found.expert]
+            self._expert(found.data, spec, x[0].float().numpy(), self._hidden, out)
             return torch.from_numpy(out)[None]
-        layout = self.store.layouts[precision]
+        layout = self.store.layouts[self.store.entries[pool.number][found.expert].precision]
         names = (t.name for t in self.store.contents.spec.tensors)
         tensors = (torch.from_numpy(a).to(x.dtype) for a in layout.decode(found.data[: layout.nbytes]))
-        return plain(dict(zip(names, tensors, strict=True)), x)
+        bases = None if self._bases is None else self._bases[pool.number]
+        return plain(whole(dict(zip(names, tensors, strict=True)), found.expert, bases), x)

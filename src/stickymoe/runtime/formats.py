@@ -11,6 +11,9 @@ brings it into a slot.
 | int8 | int8 [out, in] in −127…127 | float32 [out]: one for each row |
 | int4 | uint8 [out, 32 · groups]: two values of −7…7 in a byte | bf16 [out, groups]: one for each 64 columns |
 
+A difference from a base has two factors for each matrix: `up_out`·`up_in` is added to the base of `up`. The bases stay
+in fast memory in fp32, outside the store's experts.
+
 In int4, byte j of a group holds column j in its lower four bits and column j + 32 in its upper four, so that a loop
 over the bytes reads two runs of x. The last group of a row may be partial; it still takes 32 bytes.
 """
@@ -49,7 +52,17 @@ FIELD_UP_BIAS = 7
 FIELD_DOWN = 8
 FIELD_DOWN_SCALES = 9
 FIELD_DOWN_BIAS = 10
-FIELDS = 11
+# Of a difference from a base. Its UP and DOWN are `up_out` and `down_out`.
+FIELD_RANK = 11  # 0 for a whole expert
+FIELD_UP_IN = 12
+FIELD_UP_IN_SCALES = 13
+FIELD_DOWN_IN = 14
+FIELD_DOWN_IN_SCALES = 15
+FIELD_UP_BASE = 16  # addresses of the base's fp32 matrices, which the caller adds
+FIELD_DOWN_BASE = 17
+FIELDS = 18
+_WHOLE = ("up", "down")
+_DIFFERENCE = ("up_in", "up_out", "down_in", "down_out")
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,8 @@ class ExpertSpec:
     """The tensors of one expert, and what it computes.
 
     tensors: in the order in which they are stored. `up` [m, d] and `down` [d, f] are always there; `up_bias` [m] and
-        `down_bias` [d] may be. With a gate, m = 2·f: first the rows of the gate, then the others
+        `down_bias` [d] may be. With a gate, m = 2·f: first the rows of the gate, then the others. A difference of
+        rank r from a base has `up_in` [r, d], `up_out` [f, r], `down_in` [r, f] and `down_out` [d, r] in their place
     activation: what compiled kernels apply: "gelu" (exact), "gelu_tanh", "silu" or "relu2"; None if only the model's
         own code knows it
     gated: out = down·(activation(gate) ⊙ up); otherwise out = down·activation(up)
@@ -74,6 +88,25 @@ class ExpertSpec:
     tensors: tuple[TensorSpec, ...]
     activation: str | None
     gated: bool
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {tensor.name: tensor.shape for tensor in self.tensors}
+
+    @property
+    def rank(self) -> int:
+        """Of a difference from a base; 0 for a whole expert."""
+        return self.shapes.get("up_in", (0,))[0]
+
+    @property
+    def width(self) -> int:
+        """Length of x and of the result."""
+        return self.shapes["down_out" if self.rank else "down"][0]
+
+    @property
+    def hidden(self) -> int:
+        """Columns of `down`."""
+        return self.shapes["down_in" if self.rank else "down"][1]
 
 
 @dataclass(frozen=True)
@@ -114,17 +147,22 @@ class ExpertLayout:
         require(known, "activation", self.spec.activation, f"{', '.join(ACTIVATIONS)} or None")
         names = [tensor.name for tensor in self.spec.tensors]
         require(len(set(names)) == len(names), "tensors", names, "each name once")
-        require({"up", "down"} <= set(names), "tensors", names, "'up' and 'down' among them")
-        shapes = {tensor.name: tensor.shape for tensor in self.spec.tensors}
+        matrices = _DIFFERENCE if "up_in" in names else _WHOLE
+        required = " and ".join(map(repr, matrices))
+        require(set(matrices) <= set(names), "tensors", names, f"{required} among them")
+        shapes = self.spec.shapes
         for name, shape in shapes.items():
             good = len(shape) in (1, 2) and min(shape) > 0
             require(good, name, shape, "the shape of a matrix or a vector, without a dimension of 0")
-        require(len(shapes["down"]) == 2, "down", shapes["down"], "a matrix [d, f]")
-        d, f = shapes["down"]
+        name, expected = ("down_in", "a matrix [r, f]") if "up_in" in names else ("down", "a matrix [d, f]")
+        require(len(shapes[name]) == 2, name, shapes[name], expected)
+        d, f, r = self.spec.width, self.spec.hidden, self.spec.rank
+        require(not (r and self.spec.gated), "gated", True, "False for a difference from a base")
         m = 2 * f if self.spec.gated else f
-        for name, expected in (("up", (m, d)), ("up_bias", (m,)), ("down_bias", (d,))):
-            given = shapes.get(name, expected)
-            require(given == expected, name, given, f"{expected} beside 'down' of {(d, f)}")
+        factors = {"up_in": (r, d), "up_out": (f, r), "down_in": (r, f), "down_out": (d, r)} if r else {"up": (m, d)}
+        for name, shape in {**factors, "up_bias": (m,), "down_bias": (d,)}.items():
+            given = shapes.get(name, shape)
+            require(given == shape, name, given, f"{shape} beside '{matrices[-1]}' of {shapes[matrices[-1]]}")
 
     @cached_property
     def pieces(self) -> dict[str, Pieces]:
@@ -184,13 +222,17 @@ class ExpertLayout:
         """What a kernel reads of the layout: the fields `FIELD_…`."""
         if self.spec.activation is None:
             raise ConfigError(f"activation: got None, expected {' or '.join(ACTIVATIONS)} to run compiled kernels.")
-        (down,) = [tensor for tensor in self.spec.tensors if tensor.name == "down"]
         fields = np.full(FIELDS, -1, np.int64)
         fields[FIELD_PRECISION] = PRECISIONS.index(self.precision)
         fields[FIELD_ACTIVATION] = ACTIVATIONS.index(self.spec.activation)
         fields[FIELD_GATED] = self.spec.gated
-        fields[FIELD_D], fields[FIELD_F] = down.shape
-        for name, values, scales in (("up", FIELD_UP, FIELD_UP_SCALES), ("down", FIELD_DOWN, FIELD_DOWN_SCALES)):
+        fields[FIELD_D], fields[FIELD_F], fields[FIELD_RANK] = self.spec.width, self.spec.hidden, self.spec.rank
+        out = "_out" if self.spec.rank else ""
+        matrices = [(f"up{out}", FIELD_UP, FIELD_UP_SCALES), (f"down{out}", FIELD_DOWN, FIELD_DOWN_SCALES)]
+        if self.spec.rank:
+            matrices.append(("up_in", FIELD_UP_IN, FIELD_UP_IN_SCALES))
+            matrices.append(("down_in", FIELD_DOWN_IN, FIELD_DOWN_IN_SCALES))
+        for name, values, scales in matrices:
             pieces = self.pieces[name]
             fields[values] = pieces.values.offset
             if pieces.scales is not None:

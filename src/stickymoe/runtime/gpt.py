@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from stickymoe.errors import ConfigError, RunError
 from stickymoe.models.gpt import GPT, Block, DecodeCache
-from stickymoe.models.moe import MoE, Router
+from stickymoe.models.moe import DeltaExperts, Experts, MoE, Router
 from stickymoe.reading import reason
 from stickymoe.routing.rules import RouterInput, Routing, kept_by
 from stickymoe.runs.settings import read_config
@@ -36,6 +36,11 @@ class SlotExperts(nn.Module):
         self.layer = layer
         self.layers = layers
         self._residents: list[int] = []
+
+    def keep_bases(self, experts: Experts) -> None:
+        """Own the bases of the experts that this takes the place of, if these are differences from bases."""
+        if isinstance(experts, DeltaExperts):
+            self.up, self.down = experts.up, experts.down
 
     def forward(self, h: Float[Tensor, "n d"], S: Int[Tensor, "n k"], w: Float[Tensor, "n k"]) -> Float[Tensor, "n d"]:
         return self.layers.compute(self.layer, h, S, w, _plain_expert, "weight", self._residents)
@@ -118,6 +123,9 @@ class RunHost:
             if layers.rows is not None:
                 _use_stored(self.model, layers.rows)
             self.model.load_state_dict(load_file(layers.dense()) | layers.tables(), strict=True, assign=True)
+            owners = [m for m in self.model.modules() if isinstance(m, SlotExperts) and len(list(m.parameters()))]
+            if owners:
+                layers.set_bases([(m.up.detach(), m.down.detach()) for m in owners])
         self.model.train(False)
         compiled = layers is None or layers.kernel == "compiled"
         self.decoder = Decoder(self.model, threads=threads) if compiled else None
@@ -132,8 +140,10 @@ class RunHost:
     def _use_slots(self, layers: Layers) -> None:
         for layer, block in enumerate(self.model.blocks):
             if isinstance(block.ffn, MoE):
-                block.ffn.__dict__.pop("experts", None)  # experts of an earlier layer are not registered
+                shared = block.ffn.__dict__.pop("experts", None)  # experts of an earlier layer are not registered
                 experts = SlotExperts(layer, layers)
+                if shared is None:
+                    experts.keep_bases(block.ffn.experts)
                 block.ffn.experts = experts  # type: ignore[assignment]
                 block.ffn.router.register_forward_hook(experts.routed)
         layers.predict = self._predict

@@ -4,6 +4,9 @@
 contiguous float32 vectors: x and out of d numbers, hidden of at least m for what is in between. All of them release the
 interpreter lock, so that threads that read from disk run meanwhile. Sums are in fp32. Lengths are not checked.
 
+An expert may be a difference from a base: base·x + out·(in·x) takes the place of each product. `inner` is in·x, empty
+for a whole expert; `spec` has the addresses of the base.
+
 numba promotes small integers to 64 bits, which would make the loops over int8 and int4 ten times slower: hence the
 casts to int32.
 """
@@ -14,20 +17,28 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import carray, njit, prange, types  # type: ignore[attr-defined]
+from numba.extending import intrinsic
 
 from stickymoe.runtime.formats import (
     ACTIVATIONS,
     FIELD_ACTIVATION,
     FIELD_D,
     FIELD_DOWN,
+    FIELD_DOWN_BASE,
     FIELD_DOWN_BIAS,
+    FIELD_DOWN_IN,
+    FIELD_DOWN_IN_SCALES,
     FIELD_DOWN_SCALES,
     FIELD_F,
     FIELD_GATED,
     FIELD_PRECISION,
+    FIELD_RANK,
     FIELD_UP,
+    FIELD_UP_BASE,
     FIELD_UP_BIAS,
+    FIELD_UP_IN,
+    FIELD_UP_IN_SCALES,
     FIELD_UP_SCALES,
     GROUP,
     PRECISIONS,
@@ -44,6 +55,28 @@ _TANH_SLOPE, _TANH_CUBE = _F(2 * math.sqrt(2 / math.pi)), _F(0.044715)
 
 # Sums may be reordered, which vectors need; NaN and infinity keep their meaning, so that a broken expert shows.
 _REORDER = {"reassoc", "contract", "nsz"}
+
+
+@intrinsic
+def _at(typing_context: Any, address: Any) -> Any:
+    """A pointer to the bytes at an address."""
+
+    def cast(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.uint8)(types.int64), cast  # type: ignore[no-untyped-call]
+
+
+@njit(nogil=True)
+def bytes_at(address: Any, n: Any) -> Any:
+    """The n bytes at an address."""
+    return carray(_at(address), (n,))  # type: ignore[call-arg]
+
+
+@njit(nogil=True)
+def row_at(address: Any, width: Any) -> Any:
+    """The fp32 numbers at an address."""
+    return bytes_at(address, 4 * width).view(np.float32)
 
 
 @njit(cache=True, nogil=True, fastmath=_REORDER)
@@ -215,12 +248,39 @@ def activate(activation: int, hidden: Any) -> None:
             hidden[i] = _F(0) if h < _F(0) else h * h
 
 
+@njit(cache=True, nogil=True, fastmath=_REORDER)
+def _add_base(address: int, x: Any, first: int, last: int, out: Any) -> None:
+    """out[i] += row i of a base · x, for the rows from `first` to `last`."""
+    n = len(x)
+    values = row_at(address, last * n)
+    for i in range(first, last):
+        row = values[i * n : (i + 1) * n]
+        total = _F(0)
+        for j in range(n):
+            total += row[j] * x[j]
+        out[i] += total
+
+
 @njit(cache=True, nogil=True)
-def _up_part(slot: Any, spec: Any, x: Any, first: int, last: int, hidden: Any) -> None:
+def _inner(slot: Any, spec: Any, values: int, scales: int, x: Any) -> Any:
+    """in·x of a difference, whose first factor the fields `values` and `scales` describe."""
+    r = spec[FIELD_RANK]
+    inner = np.empty(r, np.float32)
+    if r > 0:
+        rows(slot, spec[FIELD_PRECISION], spec[values], spec[scales], -1, x, 0, r, inner)
+    return inner
+
+
+@njit(cache=True, nogil=True)
+def _up_part(slot: Any, spec: Any, x: Any, inner: Any, first: int, last: int, hidden: Any) -> None:
     """hidden[first:last] of the input of `down`."""
     f = spec[FIELD_F]
     precision, values, scales, bias = spec[FIELD_PRECISION], spec[FIELD_UP], spec[FIELD_UP_SCALES], spec[FIELD_UP_BIAS]
-    rows(slot, precision, values, scales, bias, x, first, last, hidden)
+    if len(inner) > 0:
+        rows(slot, precision, values, scales, bias, inner, first, last, hidden)
+        _add_base(spec[FIELD_UP_BASE], x, first, last, hidden)
+    else:
+        rows(slot, precision, values, scales, bias, x, first, last, hidden)
     activate(spec[FIELD_ACTIVATION], hidden[first:last])
     if spec[FIELD_GATED] != 0:
         rows(slot, precision, values, scales, bias, x, f + first, f + last, hidden)
@@ -229,17 +289,24 @@ def _up_part(slot: Any, spec: Any, x: Any, first: int, last: int, hidden: Any) -
 
 
 @njit(cache=True, nogil=True)
-def _down_part(slot: Any, spec: Any, hidden: Any, first: int, last: int, out: Any) -> None:
+def _down_part(slot: Any, spec: Any, hidden: Any, inner: Any, first: int, last: int, out: Any) -> None:
     """out[first:last] of the expert's result."""
     values, scales, bias = spec[FIELD_DOWN], spec[FIELD_DOWN_SCALES], spec[FIELD_DOWN_BIAS]
-    rows(slot, spec[FIELD_PRECISION], values, scales, bias, hidden[: spec[FIELD_F]], first, last, out)
+    z = hidden[: spec[FIELD_F]]
+    if len(inner) > 0:
+        rows(slot, spec[FIELD_PRECISION], values, scales, bias, inner, first, last, out)
+        _add_base(spec[FIELD_DOWN_BASE], z, first, last, out)
+    else:
+        rows(slot, spec[FIELD_PRECISION], values, scales, bias, z, first, last, out)
 
 
 @njit(cache=True, nogil=True)
 def expert(slot: Any, spec: Any, x: Any, hidden: Any, out: Any) -> None:
     """out = down·act(up·x + up_bias) + down_bias, or with a gate down·(act(gate) ⊙ up) + down_bias."""
-    _up_part(slot, spec, x, 0, spec[FIELD_F], hidden)
-    _down_part(slot, spec, hidden, 0, spec[FIELD_D], out)
+    inner = _inner(slot, spec, FIELD_UP_IN, FIELD_UP_IN_SCALES, x)
+    _up_part(slot, spec, x, inner, 0, spec[FIELD_F], hidden)
+    inner = _inner(slot, spec, FIELD_DOWN_IN, FIELD_DOWN_IN_SCALES, hidden[: spec[FIELD_F]])
+    _down_part(slot, spec, hidden, inner, 0, spec[FIELD_D], out)
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -252,10 +319,12 @@ def expert_parallel(slot: Any, spec: Any, x: Any, hidden: Any, out: Any) -> None
     (GNU OpenMP aborts).
     """
     f, d = spec[FIELD_F], spec[FIELD_D]
+    by_up = _inner(slot, spec, FIELD_UP_IN, FIELD_UP_IN_SCALES, x)
     for b in prange(BLOCKS):
-        _up_part(slot, spec, x, b * f // BLOCKS, (b + 1) * f // BLOCKS, hidden)
+        _up_part(slot, spec, x, by_up, b * f // BLOCKS, (b + 1) * f // BLOCKS, hidden)
+    by_down = _inner(slot, spec, FIELD_DOWN_IN, FIELD_DOWN_IN_SCALES, hidden[:f])
     for b in prange(BLOCKS):
-        _down_part(slot, spec, hidden, b * d // BLOCKS, (b + 1) * d // BLOCKS, out)
+        _down_part(slot, spec, hidden, by_down, b * d // BLOCKS, (b + 1) * d // BLOCKS, out)
 
 
 @njit(cache=True, nogil=True)
@@ -286,12 +355,19 @@ def experts_parallel(slots: Any, specs: Any, which: Any, x: Any, w: Any, out: An
     for i in range(k):
         longest = max(longest, specs[i, FIELD_F] * (2 if specs[i, FIELD_GATED] != 0 else 1))
     hidden, y = np.empty((k, longest), np.float32), np.empty((k, len(out)), np.float32)
+    rank = specs[0, FIELD_RANK] if k > 0 else 0  # the same for all experts of a model
+    inner = np.empty((k, rank), np.float32)
+    for i in range(k):
+        inner[i] = _inner(slots[which[i]], specs[i], FIELD_UP_IN, FIELD_UP_IN_SCALES, x)
     for b in prange(k * BLOCKS):
         i, block, f = b // BLOCKS, b % BLOCKS, specs[b // BLOCKS, FIELD_F]
-        _up_part(slots[which[i]], specs[i], x, block * f // BLOCKS, (block + 1) * f // BLOCKS, hidden[i])
+        _up_part(slots[which[i]], specs[i], x, inner[i], block * f // BLOCKS, (block + 1) * f // BLOCKS, hidden[i])
+    for i in range(k):
+        z = hidden[i, : specs[i, FIELD_F]]
+        inner[i] = _inner(slots[which[i]], specs[i], FIELD_DOWN_IN, FIELD_DOWN_IN_SCALES, z)
     for b in prange(k * BLOCKS):
         i, block, d = b // BLOCKS, b % BLOCKS, specs[b // BLOCKS, FIELD_D]
-        _down_part(slots[which[i]], specs[i], hidden[i], block * d // BLOCKS, (block + 1) * d // BLOCKS, y[i])
+        _down_part(slots[which[i]], specs[i], hidden[i], inner[i], block * d // BLOCKS, (block + 1) * d // BLOCKS, y[i])
     out[:] = 0
     for i in range(k):
         add_weighted(w[i], y[i], out)

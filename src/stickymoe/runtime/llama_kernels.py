@@ -94,9 +94,9 @@ def _embed(vectors: Any, model: Any, work: Any, words: Any) -> None:
     d, half = model[WIDTH], model[HEAD_WIDTH] // 2
     x = work[X, :d]
     if model[PRECISION] == kernels.FP32:
-        x[:] = shared.row_at(model[EMBEDDING] + 4 * d * words[TOKEN], d)
+        x[:] = kernels.row_at(model[EMBEDDING] + 4 * d * words[TOKEN], d)
     else:
-        bits = shared.bytes_at(model[EMBEDDING] + 2 * d * words[TOKEN], 2 * d).view(np.uint16)
+        bits = kernels.bytes_at(model[EMBEDDING] + 2 * d * words[TOKEN], 2 * d).view(np.uint16)
         for i in range(d):
             x[i] = kernels.from_bf16(bits[i])
     for i in range(half):
@@ -123,7 +123,7 @@ def _attend(threads: Any, fields: Any, model: Any, vectors: Any, work: Any, word
     _rotate(projected[: n_q + n_kv], work[COS], work[SIN], dh)
 
     place, heads = words[PLACE], n_kv // dh
-    kv = shared.row_at(fields[KV], 2 * n_kv * model[CAPACITY]).reshape(2, heads, dh, model[CAPACITY])
+    kv = kernels.row_at(fields[KV], 2 * n_kv * model[CAPACITY]).reshape(2, heads, dh, model[CAPACITY])
     first = max(0, place + 1 - model[WINDOW])
     scores = np.empty(place + 1 - first, np.float32)
     group = n_q // n_kv

@@ -26,7 +26,7 @@ from stickymoe.reading import read_text
 from stickymoe.runs.config import DataConfig
 from stickymoe.runtime.checkpoints import Checkpoint, open_checkpoint
 from stickymoe.runtime.engine import Host, parsed_bytes
-from stickymoe.runtime.experts import Kernel, Order, Plain, Predict
+from stickymoe.runtime.experts import Bases, Kernel, Order, Plain, Predict, whole
 from stickymoe.runtime.formats import PRECISIONS, ExpertLayout, Precision
 from stickymoe.runtime.opening import Progress, open_host
 from stickymoe.runtime.pack import Plan, contents_of, default_precision, pack, planned_bytes, uniform
@@ -204,11 +204,15 @@ class SourceLayers:
         self.prefetch = "none"
         self.predict: Predict | None = None
         self.rows: StoredRows | None = None
+        self._bases: Sequence[Bases] | None = None
         self._dense = dense
         self._source = source
         self._kept: dict[tuple[int, int], list[Tensor]] = {}
         self._room = _KEPT_BYTES
         self.importance = np.zeros((self.contents.n_pools, self.contents.n_experts))
+
+    def set_bases(self, bases: Sequence[Bases]) -> None:
+        self._bases = bases
 
     def dense(self) -> Path:
         return self._dense
@@ -247,7 +251,8 @@ class SourceLayers:
             if len(token) == 0:
                 continue
             tensors = (t.to(x.dtype) for t in self._expert(pool, e))
-            out = plain(dict(zip(names, tensors, strict=True)), x[token])
+            bases = None if self._bases is None else self._bases[pool]
+            out = plain(whole(dict(zip(names, tensors, strict=True)), e, bases), x[token])
             y.index_add_(0, token, (out * w[token, place, None]).to(y.dtype))
             self.importance[pool, e] += float(w[token, place].sum())
         return y

@@ -20,7 +20,7 @@ def round_experts(model: GPT, precision: Precision) -> list[int]:
     stacks = [block.ffn.experts for block in model.blocks if isinstance(block.ffn, MoE)]
     if not stacks:
         raise RunError("--experts: this model is dense, so it has no experts to round. Omit --experts.")
-    layout = ExpertLayout(gpt_expert(model.config.d_model, model.config.d_ff), precision)
+    layout = ExpertLayout(gpt_expert(stacks[0]), precision)
     for experts in {id(stack): stack for stack in stacks}.values():  # layers may share a stack
         _round(experts, layout)
     return [layout.content_bytes] * len(stacks)

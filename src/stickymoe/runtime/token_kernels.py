@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, prange, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
+from numba import njit, prange
 
 from stickymoe.runtime import kernels
+from stickymoe.runtime.kernels import bytes_at
 
 SUMS = {"reassoc", "contract", "nsz"}  # sums in any order, as vector instructions need it
 
@@ -22,28 +22,6 @@ SUMS = {"reassoc", "contract", "nsz"}  # sums in any order, as vector instructio
 def checksum(*modules: Any) -> int:
     """Of the source of modules. Functions that call theirs enclose it: numba's cache on disk sees one file only."""
     return zlib.crc32(b"".join(Path(module.__file__).read_bytes() for module in modules))
-
-
-@intrinsic
-def _at(typing_context: Any, address: Any) -> Any:
-    """A pointer to the bytes at an address."""
-
-    def cast(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.uint8)(types.int64), cast  # type: ignore[no-untyped-call]
-
-
-@njit(nogil=True)
-def bytes_at(address: Any, n: Any) -> Any:
-    """The n bytes at an address."""
-    return carray(_at(address), (n,))  # type: ignore[call-arg]
-
-
-@njit(nogil=True)
-def row_at(address: Any, width: Any) -> Any:
-    """The fp32 numbers at an address."""
-    return bytes_at(address, 4 * width).view(np.float32)
 
 
 @njit(nogil=True)

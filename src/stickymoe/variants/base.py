@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from stickymoe.errors import ConfigError, require, unknown
+from stickymoe.routing.deltas import Deltas
 from stickymoe.routing.terms import Term
 from stickymoe.routing.ties import TiedExperts
 
@@ -155,6 +156,10 @@ class Variant:
         """Which experts share a slot and are tied in training."""
         return None
 
+    def deltas(self) -> Deltas | None:
+        """How experts differ from bases that stay in fast memory."""
+        return None
+
     def side(self, site: Site) -> SidePart | None:
         """A part beside the experts."""
         return None
@@ -177,7 +182,7 @@ class Variant:
             source=self.source,
             skip=self.skip(site),
         )
-        return LayerParts(rule, self.ties(), self.side(site), self.needs_gate_only())
+        return LayerParts(rule, self.ties(), self.deltas(), self.side(site), self.needs_gate_only())
 
     # Loss terms and phases
 

@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
 
 from stickymoe.errors import ConfigError
+from stickymoe.routing.deltas import Deltas
 from stickymoe.routing.terms import Term
 from stickymoe.routing.ties import TiedExperts
 from stickymoe.variants.base import Hyper, Site, Variant, hypers_of, variant_class
@@ -30,6 +31,7 @@ _EXCLUSIVE = {
     "skip": "what is skipped",
     "balance": "the load-balancing loss",
     "ties": "the ties of experts",
+    "deltas": "the weights of experts",
     "side": "the part beside the experts",
 }
 
@@ -131,6 +133,9 @@ class Combined(Variant):
 
     def ties(self) -> TiedExperts | None:
         return self._replacing("ties").ties()
+
+    def deltas(self) -> Deltas | None:
+        return self._replacing("deltas").deltas()
 
     def side(self, site: Site) -> SidePart | None:
         return self._replacing("side").side(site)

@@ -1,16 +1,16 @@
-"""What routers with a resident set have in common: its size, and how it is annealed during training."""
+"""What routers with a resident set have in common: how it is annealed during training."""
 
 from dataclasses import dataclass
 
 from stickymoe.errors import require
-from stickymoe.variants.base import COUNT, FRACTION, Balanced, hyper, require_slots
+from stickymoe.variants.base import FRACTION, hyper
+from stickymoe.variants.slots import Slots
 
 
 @dataclass(frozen=True)
-class Resident(Balanced):
+class Resident(Slots):
     """Only C experts of a layer can be chosen, and at most one of them is replaced per token."""
 
-    capacity: int = hyper(3, "C", "resident experts C per layer and sequence, at least the k of a token", COUNT)
     free: float = hyper(0.0, "free", "fraction of training in which all experts can be chosen", FRACTION, always=False)
     anneal: float = hyper(
         0.0,
@@ -24,6 +24,3 @@ class Resident(Balanced):
         super().__post_init__()
         rest = 1 - self.free
         require(self.free + self.anneal <= 1, "variant.anneal", self.anneal, f"at most {rest:g} (1 − free)")
-
-    def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
-        require_slots("capacity", self.capacity, n_experts=n_experts, top_k=top_k)

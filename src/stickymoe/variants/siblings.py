@@ -8,18 +8,16 @@ from stickymoe.routing.terms import Term
 from stickymoe.routing.ties import TiedExperts
 from stickymoe.variants.base import (
     BELOW_ONE,
-    COUNT,
     COUNT_OR_NONE,
     FRACTION,
     SWITCH,
     WEIGHT,
-    Balanced,
     Site,
     hyper,
     register,
-    require_slots,
 )
 from stickymoe.variants.hash_routing import SALT
+from stickymoe.variants.slots import Slots
 
 if TYPE_CHECKING:
     from stickymoe.routing.rules import Choice, Filter
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
 @register
 @dataclass(frozen=True)
-class SiblingsVariant(Balanced):
+class SiblingsVariant(Slots):
     """Expert i uses slot i mod C, where one expert is resident at a time; a token chooses among the C residents.
 
     The experts of a slot start with the same weights and share a fraction of their gradients.
@@ -40,7 +38,6 @@ class SiblingsVariant(Balanced):
         "∇W → κ·mean over the slot + (1−κ)·own, κ = 1 until untied;  L = L_CE + μ·L_bal of slots and within slots"
     )
 
-    capacity: int = hyper(3, "C", "slots C per layer and sequence, at least the k experts of a token", COUNT)
     fast: float = hyper(
         0.5,
         "d",
@@ -78,9 +75,6 @@ class SiblingsVariant(Balanced):
         unties = not self.untie_after or 0 < self.shared_gradient < 1
         expected = "0 if variant.shared_gradient is 0 (never tied) or 1 (always tied)"
         require(unties, "variant.untie_after", self.untie_after, expected)
-
-    def require_fit(self, *, n_layers: int, n_experts: int, top_k: int) -> None:
-        require_slots("capacity", self.capacity, n_experts=n_experts, top_k=top_k)
 
     def ties(self) -> TiedExperts | None:
         return TiedExperts(self.capacity, self.shared_gradient, self.untie_after) if self.shared_gradient else None
