@@ -172,8 +172,13 @@ Perplexity is measured on the validation split, on which settings were also chos
 def _is(group: Group, **wanted: object) -> bool:
     data, model = group.config.data, group.config.model
     facts = {"steps": group.config.train.steps, "experts": model.n_experts, "corpus": data.corpus}
-    whole = data.fraction == 1 and model.d_model == 128 and model.layers_per_pool == 1
+    whole = data.fraction == 1 and _small(group)
     return whole and all(facts[key] == value for key, value in wanted.items())
+
+
+def _small(group: Group) -> bool:
+    """Whether a group has the paper's small model, whose layers share nothing."""
+    return group.config.model.d_model == 128 and group.config.model.layers_per_pool == 1
 
 
 SLOTS, EXPERTS = 4, 16  # the fast memory of the first table: four of sixteen experts per layer
@@ -260,29 +265,29 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-LONG = 4000  # steps from which on the course of a training is shown
+MANY = 8  # passes over the text from which on the course of a training is shown
+SHOWN = ("vanilla", "hash", "hash+lookup")
 
 
 def _lengths(collection: Collection, folder: Path) -> str:
-    """Rows in slow memory over long trainings, beside experts alone: does the gain last?"""
-    kinds: dict[tuple[str, int], list[Run]] = {}
+    """Rows in slow memory over many passes, beside experts alone: does the gain last?"""
+    kinds: dict[tuple[str, float, int], list[Run]] = {}
     for group in collection.groups:
-        if _is(group) and group.config.train.steps >= LONG:
-            runs = (
-                run for row in group.rows if row.variant.name in ("vanilla", "hash", "hash+lookup") for run in row.runs
-            )
-            kinds.setdefault((group.config.data.corpus, group.config.train.steps), []).extend(runs)
-    parts = [_length(runs, folder) for _, runs in sorted(kinds.items(), key=lambda kind: -kind[0][1])]
+        data, steps = group.config.data, group.config.train.steps
+        if _small(group) and group.runs[0].epochs >= MANY:
+            runs = (run for row in group.rows if row.variant.name in SHOWN for run in row.runs)
+            kinds.setdefault((data.corpus, data.fraction, steps), []).extend(runs)
+    parts = [_length(runs, folder) for _, runs in sorted(kinds.items(), key=lambda kind: -kind[0][2])]
     if not any(parts):
         return ""
-    return "### Does the gain last?\n\n" + "\n".join(filter(None, (*parts, LASTS)))
+    return "### Does the gain last?\n\n" + "\n".join((LASTS, *filter(None, parts)))
 
 
 LASTS = """\
-A token that reads an n-gram row for the second time reads what came next at its own place: the model learns to trust
-the rows more than it may on new text. With `table_drop` a token reads its n-gram rows only in a share of the passes,
-spread evenly; with 1 − 1 / passes, once. Each reading then counts, so the rows need a higher learning rate
-(`table_lr`).
+Rows learn fast, and over many passes they overfit: a token that reads an n-gram row again reads what came next at its
+own place, and the model learns to trust the rows more than it may on new text. The remedy is to let each token read its
+n-gram rows once: with `table_drop` = 1 − 1 / passes it reads them in one of the passes, and those of all tokens are
+spread evenly over training. Each reading then counts, so the rows need a higher learning rate (`table_lr`).
 """
 
 
@@ -293,7 +298,8 @@ def _length(runs: list[Run], folder: Path) -> str:
         return ""
     config = runs[0].config
     text = "".join(f"- `{name}`: {_course(*found)}\n" for name, found in lines.items())
-    title = f"{config.data.corpus}, {config.train.steps:,} steps, {runs[0].epochs:.1f} passes over the text"
+    part = "" if config.data.fraction == 1 else f", {config.data.fraction:.0%} of it"
+    title = f"{config.data.corpus}{part}, {config.train.steps:,} steps, {runs[0].epochs:.1f} passes over the text"
     file = folder / f"length-{config.data.corpus}-{config.train.steps}.svg"
     chart = _over_steps({name: line for name, (_, line) in lines.items()})
     drawn = _drawn(chart, file, f"Validation perplexity over the steps, {config.data.corpus}")
@@ -321,7 +327,12 @@ def _over_steps(lines: dict[str, list[tuple[int, float]]]) -> Chart:
         .mark_line(point=True)
         .encode(
             x=alt.X("step:Q", title="step"),
-            y=alt.Y("ppl:Q", title="validation perplexity (log)", scale=alt.Scale(type="log", nice=False)),
+            y=alt.Y(
+                "ppl:Q",
+                title="validation perplexity (log)",
+                scale=alt.Scale(type="log", nice=False),
+                axis=alt.Axis(values=[10 * n for n in (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 40, 60, 80)], format="d"),
+            ),
             color=colour_by("row", list(lines)),
         )
         .properties(width=560, height=260)
