@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from stickymoe.cli import main
 from stickymoe.errors import ConfigError, DataError
 from stickymoe.locality.cache import Cache, SparseCache
 from stickymoe.locality.formats import load_table, save_table
+from stickymoe.locality.plan import plan
 from stickymoe.locality.policies import policy_names
 from stickymoe.locality.recorder import Recorder
 from stickymoe.locality.row_kernels import find_rows
@@ -165,3 +167,29 @@ def test_simulate_prints_rows(tmp_path, capsys):
     assert (lru["policy"], lru["hits"], lru["misses"]) == ("lru", expected.hits, expected.misses)
     assert main(["simulate", str(tmp_path / "trace"), "--policy", "belady"]) == 0
     assert "belady* hits %" in capsys.readouterr().out
+
+
+def test_a_plan_counts_the_rows_that_are_read_and_the_memory_of_the_others():
+    table = table_of(row_bytes=144, expert_bytes=(1000,), other_bytes=0)
+    all_read = plan(table, "raspberry-pi-5").points["lru"][0]
+    some = plan(table, "raspberry-pi-5", rows=5 * 144 + 1.0).points["lru"][0]
+    found = simulate_rows(table, tokens=5, access=Access(warm=True))
+    assert all_read.bytes_per_token - some.bytes_per_token == pytest.approx(144 - found.bytes_per_token)
+    assert 0 < found.bytes_per_token < 144
+    assert some.memory - all_read.memory == found.memory == 5 * 144
+    assert some.ms_per_token < all_read.ms_per_token
+    assert some.loads_per_token == all_read.loads_per_token
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "message"),
+    [
+        ({}, "1kB", r"rows: got 1 kB, but the trace reads no rows: omit it\."),
+        ({"row_bytes": 144}, "100", r"rows: got 100 B, expected 0 or at least 144 B, the rows of a token\."),
+        ({"row_bytes": 144}, "much", r"--rows: got 'much', expected bytes"),
+    ],
+)
+def test_memory_for_rows_that_cannot_be_used_is_refused(given, rows, message, tmp_path, capsys):
+    save_table(table_of(expert_bytes=(1000,), **given), tmp_path / "trace")
+    assert main(["plan", str(tmp_path / "trace"), "--device", "raspberry-pi-5", "--rows", rows]) == 2
+    assert re.search(message, capsys.readouterr().err)

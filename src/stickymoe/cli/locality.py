@@ -157,6 +157,9 @@ def plan_command(argv: list[str]) -> None:
     parser.add_argument(
         "--other_bytes", metavar="BYTES", help="weights that are always resident (default: from the trace, or 0)"
     )
+    parser.add_argument(
+        "--rows", metavar="BYTES", help="memory for hot rows of lookup, such as 1MB (default: every row is read)"
+    )
     _add_access(parser, order="decode")
     args = parser.parse_args(argv)
 
@@ -168,9 +171,9 @@ def plan_command(argv: list[str]) -> None:
     from stickymoe.runs.traces import open_traces
 
     device = load_device(args.device)
-    memory, expert_bytes, other_bytes = (
+    memory, expert_bytes, other_bytes, rows = (
         None if (text := getattr(args, name)) is None else parse_bytes(text, f"--{name}")
-        for name in ("memory", "expert_bytes", "other_bytes")
+        for name in ("memory", "expert_bytes", "other_bytes", "rows")
     )
     traces = open_traces(args.traces)
     access = _access(args, traces)
@@ -190,6 +193,7 @@ def plan_command(argv: list[str]) -> None:
             access=access,
             allocated=args.allocated,
             useful=several and args.tokens_per_s is None,
+            rows=rows or 0.0,
         )
         plans.append(found)
         lines += [report.sizes_note(trace, found, other_given=other_bytes is not None), report.loads_note(trace, found)]

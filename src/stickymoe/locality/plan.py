@@ -16,6 +16,7 @@ from stickymoe.errors import ConfigError, require
 from stickymoe.locality.devices import Device, load_device
 from stickymoe.locality.policies import find_policy, policy_names
 from stickymoe.locality.replay import MissCurve, allocate, miss_curve
+from stickymoe.locality.row_replay import simulate_rows
 from stickymoe.locality.streams import Access
 from stickymoe.locality.study import slots_text, smallest_useful
 from stickymoe.locality.table import RouteTable
@@ -51,6 +52,29 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class RowReads:
+    """Rows of tables in slow memory: bytes that a token reads, and bytes of memory for hot rows."""
+
+    per_token: float
+    memory: float = 0.0
+
+    @classmethod
+    def of(cls, table: RouteTable, memory: float = 0.0) -> RowReads:
+        """Those of a trace, with so much memory for the rows that were used last. They stay between texts."""
+        if not memory:
+            return cls(float(table.row_bytes))
+        if not table.row_bytes:
+            raise ConfigError(f"rows: got {bytes_text(memory)}, but the trace reads no rows: omit it.")
+        of_a_token = sum(key.nbytes for key in table.row_keys)
+        if of_a_token and memory < of_a_token:
+            expected = f"0 or at least {bytes_text(of_a_token)}, the rows of a token"
+            raise ConfigError(f"rows: got {bytes_text(memory)}, expected {expected}.")
+        tokens = int(memory / of_a_token) if of_a_token else 1
+        found = simulate_rows(table, tokens=tokens, access=Access(order="decode", warm=True))
+        return cls(found.bytes_per_token, float(found.memory))
+
+
+@dataclass(frozen=True)
 class Budget:
     """The requirements: bytes of fast memory, and optionally tokens per second."""
 
@@ -69,10 +93,10 @@ class Point:
     Attributes:
         policy: name of the policy
         slots: slots of each cache
-        memory: bytes of the slots and of what is always resident
+        memory: bytes of the slots, of hot rows and of what is always resident
         miss_rate: misses / accesses
         loads_per_token: experts that a token loads, over all layers
-        bytes_per_token: bytes that a token loads
+        bytes_per_token: bytes that a token loads, rows included
         ms_per_token: milliseconds of a token, loads included
     """
 
@@ -136,10 +160,12 @@ def plan(
     access: Access | None = None,
     allocated: bool = False,
     useful: bool = False,
+    rows: float = 0.0,
 ) -> Plan:
     """Plan for a device, or a profile by its name; `memory` is the device's fast memory by default.
 
-    If the trace has prompts, the plan is about the tokens that are decoded after them.
+    If the trace has prompts, the plan is about the tokens that are decoded after them. Rows of tables are read from
+    slow memory, except those that a cache of `rows` bytes holds.
     The answer is the smallest cache that reaches `tokens_per_s`, or, without a speed, the fastest that fits. Bytes
     default to those of the table. `allocated` divides the slots over the caches by their miss curves. `useful` leaves
     out caches that cannot hold a token's experts.
@@ -153,10 +179,10 @@ def plan(
         raise ConfigError("plan: got on_miss bypass, but it counts no scratch memory; use simulate for bypass.")
     budget = Budget(device.fast_memory if memory is None else memory, tokens_per_s)
     sizes = Sizes.of(table, expert_bytes, other_bytes)
-    points = {}
+    points, hot = {}, RowReads.of(table, rows)
     for policy in policies:
         curve = _of_decoding(table, miss_curve(table, policy=policy, access=access), access)
-        points[policy] = cache_points(table, curve, device, sizes, access=access, allocated=allocated)
+        points[policy] = cache_points(table, curve, device, sizes, access=access, allocated=allocated, rows=hot)
     if useful:
         least = smallest_useful(table, access)
         points = {policy: line[least - 1 :] for policy, line in points.items()}
@@ -191,14 +217,22 @@ def token_ms(table: RouteTable, device: Device, sizes: Sizes) -> float:
 
 
 def cache_points(
-    table: RouteTable, curve: MissCurve, device: Device, sizes: Sizes, *, access: Access, allocated: bool = False
+    table: RouteTable,
+    curve: MissCurve,
+    device: Device,
+    sizes: Sizes,
+    *,
+    access: Access,
+    allocated: bool = False,
+    rows: RowReads | None = None,
 ) -> list[Point]:
-    """A point for every capacity of a miss curve of `access`, smallest first."""
+    """A point for every capacity of a miss curve of `access`, smallest first. By default every row is read."""
     if curve.tokens == 0:
         raise ConfigError("The trace has no tokens, so there is nothing to plan for.")
     n_caches, compute_ms = len(curve.misses), token_ms(table, device, sizes)
     slot_bytes = sizes.of_slots(access.layers_per_cache(table))
-    rows_ms = device.load_ms(table.row_bytes) if table.row_bytes else 0.0  # one read: all addresses are known at once
+    rows = rows or RowReads.of(table)
+    rows_ms = device.load_ms(rows.per_token) if rows.per_token else 0.0  # one read: all addresses are known at once
     points = []
     for i, capacity in enumerate(curve.capacities.tolist()):
         if allocated:
@@ -212,10 +246,10 @@ def cache_points(
             Point(
                 policy=curve.policy,
                 slots=tuple(slots),
-                memory=sum(c * size for c, size in zip(slots, slot_bytes, strict=True)) + sizes.other,
+                memory=sum(c * size for c, size in zip(slots, slot_bytes, strict=True)) + sizes.other + rows.memory,
                 miss_rate=sum(misses) / int(curve.accesses.sum()),
                 loads_per_token=sum(misses) / curve.tokens,
-                bytes_per_token=sum(n * size for n, size in loads) / curve.tokens + table.row_bytes,
+                bytes_per_token=sum(n * size for n, size in loads) / curve.tokens + rows.per_token,
                 ms_per_token=device.token_ms(compute_ms, rows_ms + loads_ms),
             )
         )
