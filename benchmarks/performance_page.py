@@ -87,7 +87,7 @@ fused head nor sorted experts.
 - **Kept memory** (`training/memory.py`): sets an option of glibc, so that large freed blocks stay in the process.
 - **Sorted experts** (`models/moe.py`): sorts rows by expert and writes each gradient once. The benefit grows with the
   number of experts: see below.
-- **oneDNN** (`models/products.py`): multiplies where it is faster than MKL, on AMD processors with AVX-512. Elsewhere
+- **oneDNN** (`products.py`): multiplies where it is faster than MKL, on AMD processors with AVX-512. Elsewhere
   products are torch's own.
 - **torch.compile** is not used: it takes {compiled["warm_up_s"]:.0f} s to warm up and needs a C++ compiler on the
   user's machine.

@@ -87,7 +87,7 @@ def compiled_softmax(a: argparse.Namespace) -> Work:
 
 
 def torchs_products(a: argparse.Namespace) -> Work:
-    from stickymoe.models import products
+    from stickymoe import products
 
     products.onednn_is_faster = lambda: False  # type: ignore[assignment]
     return ours(a)
@@ -136,7 +136,7 @@ def floor(a: argparse.Namespace) -> Work:
     import torch
 
     from stickymoe.models.head import ROWS
-    from stickymoe.models.products import product, product_of_columns
+    from stickymoe.products import product, product_of_columns
     from stickymoe.training.memory import keep_freed_memory
 
     keep_freed_memory()

@@ -106,18 +106,16 @@ def _advice(collection: Collection) -> str:
     if memory is None:
         return title
     lines = []
-    for y in found:
+    long = [y for y in yardstick.yardsticks(g for g in collection.groups if _is(g)) if y.steps >= LONG]
+    for y in [*(y for y in long if y not in found and any(c.row_bytes for c in y.choices)), *found]:
         fits = y.fitting(memory)
         plain = next((c for c in fits if not c.resident and c.control), None)
         sticky = next((c for c in fits if not c.resident and plain and c.loaded <= plain.loaded / 10), None)
         rows = next((c for c in fits if c.row_bytes), None)
+        ceiling = y.ceiling if y.experts == EXPERTS else None
         passes = y.choices[0].row.runs[0].epochs
-        lines.append(
-            (
-                f"{y.corpus}, {y.steps:,} steps, {passes:.1f} passes",
-                *(_cost(c) for c in (y.floor(memory), plain, sticky, rows, y.ceiling)),
-            )
-        )
+        costs = (_cost(c) for c in (y.floor(memory), plain, sticky, rows, ceiling))
+        lines.append((f"{y.corpus}, {y.steps:,} steps, {passes:.1f} passes", *costs))
     headings = ("training", "all fit", "swaps, vanilla", "swaps, sticky", "reads rows", f"all {EXPERTS} in memory")
     table = Table("advice", "", headings, tuple(lines))
     return f"""\
@@ -128,8 +126,9 @@ experts per layer, and everything outside the experts. Perplexity, and bytes tha
 - **Train as many experts as fit, and keep all of them in memory** ("all fit"). They load nothing.
 - **More experts than fit** cost megabytes per token with plain routing. Sticky routing reads a tenth of that, but a
   model with just the experts that fit is then as good. It is for checkpoints whose number of experts is given.
-- **Rows of a table in slow memory** (`--variant hash+lookup`) cost kilobytes per token. Use them if training makes few
-  passes over the text: over many passes they overfit ([does the gain last?](#does-the-gain-last)).
+- **Rows of a table in slow memory** (`--variant hash+lookup`) cost kilobytes per token, and are worth it in every
+  training tried. If training makes many passes over the text, each token must read its n-gram rows in one pass only;
+  otherwise they overfit ([does the gain last?](#does-the-gain-last)).
 
 All of this was measured with models of 4 layers of width 128, on two corpora of English. Not tried: larger models, more
 than 10,000 steps, texts of billions of tokens.
@@ -265,6 +264,7 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
+LONG = 4000  # steps of a training at about the paper's length
 MANY = 8  # passes over the text from which on the course of a training is shown
 SHOWN = ("vanilla", "hash", "hash+lookup")
 

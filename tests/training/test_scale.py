@@ -39,7 +39,7 @@ def test_flops_are_those_that_torch_counts(scale: dict[str, Any], monkeypatch: p
     """Of a small model, forward and backward, with the plain path and torch's own products, which torch can count."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from stickymoe.models import products
+    from stickymoe import products
     from stickymoe.models.gpt import GPT
     from stickymoe.variants import Site
 

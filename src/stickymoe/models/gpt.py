@@ -19,7 +19,7 @@ from stickymoe.errors import ConfigError
 from stickymoe.locality.rows import RowKey
 from stickymoe.models.head import linear_cross_entropy, plain_cross_entropy
 from stickymoe.models.moe import DeltaExperts, Experts, FeedForward, MoE, Router
-from stickymoe.models.products import Linear
+from stickymoe.products import Linear
 from stickymoe.routing.layer import LayerParts, SidePart
 from stickymoe.routing.rules import RouterInput, RouterState, Routing
 from stickymoe.routing.trace import RoutingTrace, token_positions

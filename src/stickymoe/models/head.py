@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from stickymoe.models.products import add_product_of_columns, product
+from stickymoe.products import add_product_of_columns, product
 
 IGNORED = -100  # a target with this value is ignored
 ROWS = 512  # per chunk: with fewer, products are too small; with more, logits take memory and leave the cache

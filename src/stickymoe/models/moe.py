@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stickymoe.errors import require
-from stickymoe.models.products import Linear, product, product_of_columns, row_unit
+from stickymoe.products import Linear, product, product_of_columns, row_unit
 from stickymoe.routing.deltas import Deltas
 from stickymoe.routing.rules import RouterInput, RouterState, Routing, RoutingRule
 from stickymoe.routing.ties import TiedExperts

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stickymoe.errors import ConfigError
 from stickymoe.locality.rows import RowKey
+from stickymoe.products import Linear
 from stickymoe.routing.layer import SidePart
 from stickymoe.routing.rules import RouterInput, RouterState
 
@@ -101,8 +102,8 @@ class Lookup(SidePart):
         self.tokens = RowTable(vocab_size, width) if tokens else None
         self.ngrams = nn.ModuleList(NgramTable(n, rows, width, heads) for n in ngrams)
         self.longest = max(ngrams, default=1)
-        self.up = nn.Linear(width, d_model, bias=False) if width != d_model else None
-        self.gate = nn.Linear(d_model, d_model, bias=False) if gated else None
+        self.up = Linear(width, d_model, bias=False) if width != d_model else None
+        self.gate = Linear(d_model, d_model, bias=False) if gated else None
 
     def forward(self, x: RouterInput, state: RouterState | None) -> tuple[Float[Tensor, "B T d"], RouterState]:
         if x.tokens is None or x.position is None:

@@ -44,7 +44,7 @@ class AdamW(torch.optim.AdamW):
         state["exp_avg"].index_copy_(0, rows, m)
         state["exp_avg_sq"].index_copy_(0, rows, v)
         update = (m / (1 - beta1**t)).div_((v / (1 - beta2**t)).sqrt_().add_(group["eps"]))
-        p.index_add_(0, rows, update, alpha=-group["lr"])
+        p.index_copy_(0, rows, p.index_select(0, rows).add_(update, alpha=-group["lr"]))  # faster than index_add_
 
 
 def adamw(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stickymoe.models import products
+from stickymoe import products
 
 
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
