@@ -399,18 +399,20 @@ def breakdown(vocab: int) -> dict[str, float]:
     return shares
 
 
-def everything(out: Path) -> None:
+def everything(out: Path, rounds: int) -> None:
     results = {
-        "rivals": [run(MODELS, threads=threads, vocab=vocab) for vocab in (50_257, 4096) for threads in (2, 1)],
-        "levers": [
-            run(OPTIMISATIONS, vocab=50_257, rounds=9),
-            run([*OPTIMISATIONS, "with compile"], vocab=4096, rounds=15),
+        "rivals": [
+            run(MODELS, threads=threads, vocab=vocab, rounds=rounds) for vocab in (50_257, 4096) for threads in (2, 1)
         ],
-        "experts": [run(EXPERT_METHODS, experts=experts) for experts in (4, 16, 64)],
-        "terms": run(["ours", "terms"], vocab=50_257),
-        "terms, small vocabulary": run(["ours", "terms"], vocab=4096),
-        "evaluation": run(["eval", "eval bare"], vocab=4096, rounds=5),
-        "processes": two_processes(rounds=15),
+        "levers": [
+            run(OPTIMISATIONS, vocab=50_257, rounds=rounds + 2),
+            run([*OPTIMISATIONS, "with compile"], vocab=4096, rounds=2 * rounds + 1),
+        ],
+        "experts": [run(EXPERT_METHODS, experts=experts, rounds=rounds) for experts in (4, 16, 64)],
+        "terms": run(["ours", "terms"], vocab=50_257, rounds=rounds),
+        "terms, small vocabulary": run(["ours", "terms"], vocab=4096, rounds=rounds),
+        "evaluation": run(["eval", "eval bare"], vocab=4096, rounds=rounds),
+        "processes": two_processes(rounds=2 * rounds + 1),
         "breakdown": {str(vocab): breakdown(vocab) for vocab in (50_257, 4096)},
         "growth": [
             *(run(["ours"], vocab=4096, length=length, rounds=3) for length in (128, 256, 512, 1024, 2048)),
@@ -441,7 +443,7 @@ def main() -> None:
         sizes = {"vocab": a.vocab, "length": a.length, "experts": a.experts}
         run(a.only.split(","), threads=a.threads, rounds=a.rounds, **sizes)
     else:
-        everything(a.out)
+        everything(a.out, a.rounds)
 
 
 if __name__ == "__main__":
