@@ -220,7 +220,7 @@ def test_the_numbers_of_the_readme_follow_from_the_records():
     once, plain = long["hash+lookup n=2,3 row lr=3 drop=0.926"], long["vanilla"]
     (run,) = once.runs
     assert run.complete
-    assert round(1 / (1 - run.config.variant.table_drop), 1) == round(run.epochs, 1) == 13.5
+    assert round(1 / (1 - run.config.variant.settings()["table_drop"]), 1) == round(run.epochs, 1) == 13.5
     assert f"reads rows of {bytes_text(run.record.sizes['row_bytes'])} per token" in readme
     assert f"it has perplexity {once.mean('ppl'):.2f} with four experts in memory" in readme
     assert f"plain routing with these four has {plain.mean('ppl'):.2f}" in readme
