@@ -60,3 +60,14 @@ def test_small_products_and_other_types_are_left_to_torch(monkeypatch):
     torch.testing.assert_close(products.linear(*wide), F.linear(*wide))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert products.linear(x, weight, bias).dtype == torch.bfloat16
+
+
+def test_a_compiled_product_is_torchs_own(monkeypatch):
+    """Inductor cannot lower oneDNN's product of weights that change."""
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    x, weight, bias = factors(512, 64, 64)
+    calls = []
+    monkeypatch.setattr(products.torch.ops.mkldnn, "_linear_pointwise", lambda *given: calls.append(given))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(products.linear(x, weight, bias), x @ weight.t() + bias)
+    assert not calls

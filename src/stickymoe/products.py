@@ -98,7 +98,8 @@ class _Linear(torch.autograd.Function):
 
 def _by_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
-        x.dtype == weight.dtype == torch.float32
+        not torch.compiler.is_compiling()  # inductor takes the product only with constant weights
+        and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and len(x) * weight.numel() >= SMALLEST
         and onednn_is_faster()
